@@ -1,0 +1,41 @@
+"""What a trainer must offer. Synchronous; one thread calls everything."""
+
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from flashflow.records import Manifest, SharedWeights, Trajectory
+
+
+class TrainResult(msgspec.Struct, frozen=True):
+    """Outcome of one batch."""
+
+    step: int
+    metrics: dict[str, float]
+    """loss, grad_norm, learning_rate, r_mean, r_max, w_mean, w_max, rho_mean, mismatch_k3, clip_fraction, entropy, tokens_trained, ..."""
+
+
+class Trainer(Protocol):
+    step: int
+    """Number of batches trained into the weights = the policy version."""
+
+    def train(self, manifest: Manifest, rows: list[Trajectory]) -> TrainResult:
+        """Train batch manifest.step == step + 1; rows in the manifest's order. Raises ContractError otherwise."""
+        ...
+
+    def stage(self) -> SharedWeights:
+        """Copy the present weights into a shared-memory segment of their own (two segments take turns)."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a complete checkpoint of the present step, atomically (temporary name, fsync, rename)."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Weights, optimizer, schedule, random states and step from `save`."""
+        ...
+
+    def close(self) -> None:
+        """Unlink the shared-memory segments."""
+        ...
