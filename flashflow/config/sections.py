@@ -6,28 +6,37 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
     """What the run is called and how it is executed."""
 
     name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
+    """Letters, digits, dots, dashes and underscores."""
     folder: Path = Path("runs")
     """The run folder is `folder/name`."""
     seed: NonNegativeInt = 0
+    """Keys the order of the data, every sampled token and the training."""
     steps: PositiveInt = 100
     """Batches to train."""
     runtime: Literal["processes", "in_process"] = "processes"
+    """`in_process` runs every role in one process: for tests and the debugger."""
 
 
 class ModelSection(Section):
+    """The policy that is trained."""
+
     path: str
     """Folder of a Hugging Face model, a hub name, or `builtin:quickstart` (made on first use, cached)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights, in engines and trainer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA where there is one."""
     cache: Path = Path(".cache/flashflow")
     """Where builtin models are kept."""
 
@@ -37,6 +46,7 @@ class ReasoningGymData(Section):
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     task: str
+    """Name of the task, e.g. `chain_sum`."""
     options: dict[str, Any] = {}
     """Passed to reasoning_gym.create_dataset."""
     size: PositiveInt = 20_000
@@ -44,15 +54,23 @@ class ReasoningGymData(Section):
 
 
 class JsonlData(Section):
+    """A JSONL file."""
+
     kind: Literal["jsonl"] = "jsonl"
     path: Path
+    """File with one JSON object per line."""
     eval_path: Path | None = None
+    """File of held-out problems; needed to evaluate."""
 
 
 class ParquetData(Section):
+    """A Parquet file."""
+
     kind: Literal["parquet"] = "parquet"
     path: Path
+    """Parquet file."""
     eval_path: Path | None = None
+    """File of held-out problems; needed to evaluate."""
 
 
 class HuggingFaceData(Section):
@@ -60,56 +78,79 @@ class HuggingFaceData(Section):
 
     kind: Literal["datasets"] = "datasets"
     path: str
+    """Hub name, or a folder of save_to_disk."""
     name: str | None = None
+    """Configuration of the hub data set."""
     split: str = "train"
+    """Split to train on."""
     eval_split: str | None = None
+    """Split of held-out problems; needed to evaluate."""
 
 
 Source = Annotated[ReasoningGymData | JsonlData | ParquetData | HuggingFaceData, Field(discriminator="kind")]
 
 
 class DataSection(Section):
+    """The tasks."""
+
     source: Source
+    """Where the problems come from."""
     prompt_column: str = "prompt"
     """Column with a string, or a list of chat messages. reasoning_gym rows have `prompt` and `answer`."""
     system_prompt: str | None = None
+    """Put before every prompt as a system message."""
     shuffle: bool = True
+    """A new order for every pass over the data; false keeps the order of the file."""
     epochs: PositiveInt | None = None
     """Passes over the data; None: endless. The run ends cleanly when they are used up."""
 
 
 class RewardSection(Section):
+    """What scores a finished attempt."""
+
     function: str
     """`module:function` or `file.py:function`."""
     arguments: dict[str, Any] = {}
     """Extra keyword arguments."""
     deadline_s: PositiveFloat = 30.0
+    """Scoring one attempt may take so long; past it the attempt has failed."""
 
 
 class SamplingSection(Section):
+    """How the policy is sampled in training."""
+
     max_new_tokens: PositiveInt = 512
+    """Tokens sampled per turn at most."""
     temperature: PositiveFloat = 1.0
+    """Of sampling and of every log-probability in the loss."""
     stop_strings: list[str] = []
+    """End a turn as the model's end token does."""
 
 
 class RolloutSection(Section):
     """Scheduling of rollout (contracts 1-3)."""
 
     group_size: PositiveInt = 8
+    """Attempts at one task, compared with each other."""
     alpha: NonNegativeFloat = 1.0
     """Async ratio: bounds every sample's staleness; 0 is synchronous."""
     on_stale: Literal["wait", "drop"] = "wait"
+    """`wait`: the trainer waits for a group that would otherwise grow too old. `drop`: it expires and is replaced."""
     concurrency: PositiveInt = 64
     """Attempts one env process runs at once."""
     max_attempts: PositiveInt = 3
     """Tries of one sample when its environment breaks."""
     trajectory_deadline_s: PositiveFloat = 600.0
+    """One attempt, every turn and its scoring included."""
     turn_deadline_s: PositiveFloat = 300.0
+    """One answer of the model, or one step of the environment."""
     max_failed_fraction: float = Field(0.5, ge=0, le=1)
     """Share of failed samples in a batch past which the run stops."""
 
 
 class BatchSection(Section):
+    """What one step trains on."""
+
     groups: PositiveInt = 32
     """Groups per batch; samples = groups x rollout.group_size."""
     micro_batch_tokens: PositiveInt = 16_384
@@ -120,14 +161,21 @@ class OptimizerSection(Section):
     """AdamW."""
 
     lr: PositiveFloat = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
+    """Learning rate after the warm-up."""
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
+    """Decay of the first and the second moment."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled, per step and unit of learning rate."""
     clip_norm: PositiveFloat = 1.0
+    """Greatest norm of the whole gradient."""
     warmup_steps: NonNegativeInt = 0
+    """Steps of a linear rise of the learning rate."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """After warm-up, down to `min_lr_fraction` at the last step."""
     min_lr_fraction: float = Field(0.0, ge=0, le=1)
+    """Of `lr`, reached at the end of the decay."""
     max_skipped_steps: NonNegativeInt = 3
     """Non-finite gradients in a row that are skipped before the run stops."""
 
@@ -135,8 +183,10 @@ class OptimizerSection(Section):
 class AlgorithmSection(BaseModel):
     """`preset` and overrides of any field of AdvantageConfig or LossConfig; resolved by algorithms.presets.resolve."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, use_attribute_docstrings=True)
+
     preset: str = "grpo"
+    """A name of algorithms.presets.PRESETS."""
 
 
 class TorchEngineSection(Section):
@@ -146,50 +196,77 @@ class TorchEngineSection(Section):
     slots: int = Field(32, ge=8, multiple_of=8)
     """Requests decoded together, a multiple of 8."""
     max_context_tokens: PositiveInt = 2048
+    """Prompt and answers of one attempt together."""
     batch_invariant: bool = False
     """Refuse to start unless samples are independent of their batch mates to the last bit."""
     stream_every_s: PositiveFloat = 0.1
+    """Sampled tokens are handed on so often; what a dead engine had not handed on is sampled again."""
 
 
 EngineSection = TorchEngineSection
 
 
 class WeightsSection(Section):
+    """How trained weights reach the engines."""
+
     carrier: Literal["auto", "shared_memory"] = "auto"
+    """How weights get from trainer to engines; `auto` takes the fastest that the placement allows."""
     sync: Literal["overlapped", "blocking"] = "overlapped"
+    """`overlapped`: the next step trains while engines take over the weights. `blocking`: it waits for them."""
     deadline_s: PositiveFloat = 60.0
+    """Past it an engine that has not taken over the weights is given up."""
 
 
 class EvalSection(Section):
+    """Accuracy on held-out problems, beside the training."""
+
     every_steps: NonNegativeInt = 0
     """0: never. Otherwise before the first, after every n-th and after the last step."""
     problems: PositiveInt = 512
+    """Held-out problems, answered greedily."""
     max_new_tokens: PositiveInt | None = None
-    """None: rollout's."""
+    """None: as many as `sampling.max_new_tokens`."""
     deadline_s: PositiveFloat = 600.0
+    """One evaluation."""
 
 
 class CheckpointSection(Section):
+    """Durable states of the trainer, from which a run goes on."""
+
     every_steps: NonNegativeInt = 20
     """0: only at the end."""
     keep: PositiveInt = 2
+    """Newest checkpoints kept."""
 
 
 class JournalSection(Section):
+    """The record of every attempt on disk."""
+
     fsync_s: PositiveFloat = 1.0
+    """Loss of the host costs at most so much of finished attempts."""
     segment_bytes: PositiveInt = 64 * 1024 * 1024
+    """A journal file of this size is closed and the next begun."""
 
 
 class NetworkSection(Section):
+    """Addresses and deadlines of the processes."""
+
     interface: str = "127.0.0.1"
+    """Address that sockets are bound to."""
     heartbeat_s: PositiveFloat = 1.0
+    """Time between two signs of life of a peer."""
     peer_deadline_s: PositiveFloat = 10.0
     """Silence after which a peer counts as dead."""
     call_deadline_s: PositiveFloat = 60.0
+    """An answer of a peer that need not wait for work."""
     long_poll_s: PositiveFloat = 5.0
+    """An idle peer asks for work again so often."""
     startup_deadline_s: PositiveFloat = 180.0
+    """From the start of the processes until all are ready."""
     shutdown_deadline_s: PositiveFloat = 8.0
+    """Processes that have not ended by then are killed."""
     train_step_deadline_s: PositiveFloat = 600.0
+    """One batch in training."""
     stall_report_s: PositiveFloat = 60.0
     """Without progress for so long, the watchdog says why."""
 
@@ -198,10 +275,15 @@ class PlacementSection(Section):
     """Processes per role."""
 
     mode: Literal["separate"] = "separate"
+    """Engines and trainers on devices of their own."""
     trainer: Literal[1] = 1
+    """Trainer ranks."""
     engine: PositiveInt = 1
+    """Inference engines."""
     env: PositiveInt = 1
+    """Each runs `rollout.concurrency` attempts."""
     reward: PositiveInt = 1
+    """Scorers."""
     threads: PositiveInt = 1
     """torch threads of each engine and trainer process."""
     max_restarts: NonNegativeInt = 3

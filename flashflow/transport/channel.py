@@ -1,4 +1,4 @@
-"""The one pattern of the fleet: a call, answered once, perhaps streamed. Implemented by zmq.py and in_process.py.
+"""The one pattern of the fleet: a call, answered once, perhaps streamed. Implemented by zeromq.py and in_process.py.
 
 Waits for: nothing; it defines protocols only.
 """
@@ -39,7 +39,9 @@ PeerLostHook = Callable[[Peer], None]
 class Client(Protocol):
     """One role's end towards one process of another role."""
 
-    async def call(self, message: Message, reply: type[ReplyT] | tuple[type[ReplyT], ...], *, deadline_s: float) -> ReplyT:
+    async def call(
+        self, message: Message, reply: type[ReplyT] | tuple[type[ReplyT], ...], *, deadline_s: float
+    ) -> ReplyT:
         """Raises DeadlineError (names peer and message), PeerLost, RemoteError. Cancelling it cancels the handler.
 
         Survives a restart of the other end: unanswered calls are sent again to its next incarnation.

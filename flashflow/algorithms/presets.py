@@ -1,0 +1,205 @@
+"""The algorithms by name, as data, and how overrides are laid over them. Free of torch.
+
+`resolve` gives the two configs of an algorithm or raises with every mistake; `mistakes` lists them. Paths are relative
+to the section `algorithm`: ("clip_low", "..."), ("correction.kind", "...").
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from flashflow.algorithms.options import ADVANTAGE_OPTIONS, LOSS_OPTIONS, used_options, why_unused
+from flashflow.algorithms.settings import (
+    GROUP_BASELINES,
+    SELF_CORRECTING,
+    AdvantageConfig,
+    LossConfig,
+)
+from flashflow.errors import ConfigError
+
+Algorithm = tuple[AdvantageConfig, LossConfig]
+Mistake = tuple[str, str]
+S = TypeVar("S", AdvantageConfig, LossConfig)
+
+DR_GRPO = AdvantageConfig(estimator="dr_grpo")
+GRPO = AdvantageConfig(estimator="grpo")
+GAE = AdvantageConfig(estimator="gae")
+
+PRESETS: dict[str, Algorithm] = {
+    # DeepSeekMath (2402.03300) eq. 3; its KL is k3 at 0.04 in the loss (eq. 4), off here.
+    "grpo": (GRPO, LossConfig(surrogate="clip")),
+    # Understanding R1-Zero-like training (2503.20783): neither the length nor the deviation of a group divides.
+    "dr_grpo": (DR_GRPO, LossConfig(surrogate="clip", aggregation="seq_mean_token_sum_norm")),
+    # DAPO (2503.14476) eq. 8; its dynamic sampling is filters.select_groups, its eq. 13 rewards.overlong_penalty.
+    "dapo": (GRPO, LossConfig(surrogate="clip", clip_high=0.28, aggregation="token_mean")),
+    # GSPO (2507.18071) eq. 5 and 7.
+    "gspo": (GRPO, LossConfig(surrogate="gspo")),
+    # MiniMax-M1 (2506.13585) eq. 4 and 5.
+    "cispo": (GRPO, LossConfig(surrogate="cispo", aggregation="token_mean")),
+    # PPO (1707.06347) eq. 7 with GAE (1506.02438) eq. 16.
+    "ppo": (GAE, LossConfig(surrogate="clip", aggregation="token_mean")),
+    # AReaL (2505.24298) after Batch size-invariance for policy optimization (2110.00641); `estimator: grpo` drops the
+    # critic.
+    "decoupled_ppo": (GAE, LossConfig(surrogate="decoupled", aggregation="token_mean")),
+    # Back to basics (2402.14740); its KL is k1 in the reward at 0.03, off here.
+    "rloo": (AdvantageConfig(estimator="rloo"), LossConfig(surrogate="reinforce", aggregation="seq_mean_token_sum")),
+    # REINFORCE++ (2501.03262); its KL is k1 in the reward at 0.001, off here.
+    "reinforce_pp": (AdvantageConfig(estimator="reinforce_pp"), LossConfig(surrogate="clip")),
+    # ROLL Flash (2510.11345), truncated importance sampling.
+    "tis": (DR_GRPO, LossConfig(surrogate="tis", aggregation="token_mean")),
+    # Tapered off-policy REINFORCE (2503.14286), with the taper on the negative part only.
+    "topr": (DR_GRPO, LossConfig(surrogate="topr", aggregation="token_mean")),
+    # ROLL Flash's TOPR with a weight on each part.
+    "weighted_topr": (DR_GRPO, LossConfig(surrogate="weighted_topr", aggregation="token_mean")),
+    # Kimi k1.5 (2501.12599) section 2.3.2: the gradient of its squared relative-entropy objective.
+    "kimi": (DR_GRPO, LossConfig(surrogate="kimi", aggregation="token_mean")),
+    # Trinity-RFT (2505.17826): R - mean R is dr_grpo's advantage; the loss is scaled by 1/(1 + tau), tau 1.
+    "opmd": (
+        AdvantageConfig(estimator="opmd"),
+        LossConfig(surrogate="reinforce", aggregation="token_mean", scale=0.5),
+    ),
+    # Rethinking the trust region in LLM RL (2602.04879): DPPO, binary total variation.
+    "dppo": (DR_GRPO, LossConfig(surrogate="dppo_tv", aggregation="token_mean")),
+}  # fmt: skip
+
+
+def resolve(preset: str, overrides: Mapping[str, object], *, alpha: float) -> Algorithm:
+    """The configs of `preset` with `overrides` laid over it. Raises ConfigError with every mistake.
+
+    At alpha > 0 an algorithm that would take stale samples for fresh ones gets correction truncate at token level
+    (cap 2.0) unless a correction is written out, and KL in the loss is weighted by min(rho, 2).
+    """
+    algorithm, found = _build(preset, dict(overrides), alpha=alpha)
+    if found or algorithm is None:
+        raise ConfigError([f"algorithm.{path}: {message}" for path, message in found])
+    return algorithm
+
+
+def mistakes(preset: str, overrides: Mapping[str, object], *, alpha: float, group_size: int) -> list[Mistake]:
+    """Every mistake as (path in the section `algorithm`, message); empty when `resolve` succeeds and groups are large
+    enough for the baseline."""
+    algorithm, found = _build(preset, dict(overrides), alpha=alpha)
+    if algorithm is not None and group_size < 2 and algorithm[0].estimator in GROUP_BASELINES:
+        found.append((
+            "estimator",
+            f"{algorithm[0].estimator} compares the members of a group, but rollout.group_size = {group_size}: "
+            "set rollout.group_size to 2 or more, or estimator to reinforce_pp or gae",
+        ))  # fmt: skip
+    return found
+
+
+def _build(preset: str, overrides: dict[str, object], *, alpha: float) -> tuple[Algorithm | None, list[Mistake]]:
+    """The algorithm from what is right in `overrides` (None: unknown preset), and what is wrong."""
+    if preset not in PRESETS:
+        return None, [("preset", f"unknown preset {preset!r}{_nearest(preset, PRESETS)}")]
+    found = [(name, _unknown(name)) for name in overrides if name not in ADVANTAGE_OPTIONS and name not in LOSS_OPTIONS]
+    advantage_base, loss_base = PRESETS[preset]
+    advantage, wrong = _overlay(advantage_base, {n: v for n, v in overrides.items() if n in ADVANTAGE_OPTIONS})
+    given = {n: v for n, v in overrides.items() if n in LOSS_OPTIONS}
+    loss, wrong_loss = _overlay_loss(advantage, loss_base, given, alpha=alpha)
+    found += wrong + wrong_loss
+    bad = {path.split(".")[0] for path, _ in found}
+    used = used_options(advantage, loss)
+    for name in overrides:
+        if name not in bad and name not in used and not _says_k1_in_reward(name, overrides, loss):
+            found.append((name, f"{name} has no effect: {why_unused(name, advantage, loss)}"))
+    if alpha > 0 and "correction" not in bad and not loss.handles_off_policy and not _says_none(overrides):
+        found.append(_inert(loss, alpha))
+    return (advantage, loss), found
+
+
+def _overlay_loss(
+    advantage: AdvantageConfig, base: LossConfig, given: dict[str, object], *, alpha: float
+) -> tuple[LossConfig, list[Mistake]]:
+    """`base` with what is given and what follows from the estimator, the surrogate and alpha."""
+    correction = given.pop("correction", {})
+    scale = 1 / (1 + advantage.opmd_tau) if advantage.estimator == "opmd" else 1.0
+    base = base.model_copy(update={"scale": scale})
+    given = _own_clip_defaults(base, given)
+    loss, found = _overlay(base, given)
+    if alpha > 0:
+        loss = loss.model_copy(update={"kl_importance": _kl_importance(given, loss)})
+    fields = {"kind": correction} if isinstance(correction, str) else correction
+    if alpha > 0 and isinstance(fields, Mapping) and "kind" not in fields and not loss.handles_off_policy:
+        self_correcting = loss.loss is None and loss.surrogate in SELF_CORRECTING
+        fields = dict(fields) if self_correcting else {"kind": "truncate", **fields}
+    if not fields:
+        return loss, found
+    corrected, wrong = _overlay(loss, {"correction": fields})
+    return corrected, found + wrong
+
+
+def _own_clip_defaults(base: LossConfig, given: dict[str, object]) -> dict[str, object]:
+    """A surrogate other than the preset's starts from its own clip range, not from the preset's."""
+    if given.get("surrogate", base.surrogate) == base.surrogate:
+        return given
+    return {"clip_low": None, "clip_high": None, **given}
+
+
+def _kl_importance(given: Mapping[str, object], loss: LossConfig) -> bool:
+    return loss.kl_importance if "kl_importance" in given else loss.kl_coefficient > 0 and loss.kl_placement == "loss"
+
+
+def _overlay(base: S, given: Mapping[str, object]) -> tuple[S, list[Mistake]]:
+    """`base` with the values of `given` that are valid, and a mistake for each that is not."""
+    found: list[Mistake] = []
+    values = dict(given)
+    while True:
+        try:
+            return type(base).model_validate(base.model_dump() | values), found
+        except ValidationError as error:
+            wrong = _wrong_values(error, list(values))
+            found += wrong
+            bad = {path.split(".")[0] for path, _ in wrong}
+            values = {name: value for name, value in values.items() if name not in bad}
+
+
+def _wrong_values(error: ValidationError, names: list[str]) -> list[Mistake]:
+    found: list[Mistake] = []
+    for detail in error.errors():
+        # An error of the whole model has no place: it comes from the given values it speaks of.
+        path = ".".join(str(part) for part in detail["loc"])
+        message = detail["msg"].removeprefix("Value error, ")
+        if path:
+            shown = "" if isinstance(detail["input"], Mapping) else f" (got {detail['input']!r})"
+            found.append((path, message + shown))
+        else:
+            spoken = [name for name in names if name in message] or names
+            found.append((spoken[0], message))
+    return found
+
+
+def _inert(loss: LossConfig, alpha: float) -> Mistake:
+    """Off-policy handling that handles nothing. Only weighted_topr without its weighted part gets here: all others
+    that do not weight by themselves have been given a correction."""
+    return "weight_negative", (
+        f"at rollout.alpha = {alpha} samples are stale, but with weight_negative = {loss.weight_negative} surrogate "
+        f"{loss.surrogate} takes them for fresh ones: raise weight_negative, or write `correction: none` to accept it"
+    )
+
+
+def _says_none(overrides: Mapping[str, object]) -> bool:
+    """The correction was written out as none."""
+    value = overrides.get("correction")
+    return value == "none" or (isinstance(value, Mapping) and value.get("kind") == "none")
+
+
+def _says_k1_in_reward(name: str, overrides: Mapping[str, object], loss: LossConfig) -> bool:
+    """`kl_estimator: k1` says what placement reward does anyway."""
+    return (
+        name == "kl_estimator" and overrides[name] == "k1" and loss.kl_placement == "reward" and loss.kl_coefficient > 0
+    )
+
+
+def _unknown(name: str) -> str:
+    if name == "scale":
+        return "scale follows from opmd_tau: set opmd_tau, or remove it"
+    return f"unknown option{_nearest(name, (*ADVANTAGE_OPTIONS, *LOSS_OPTIONS, 'preset'))}"
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    names = list(valid)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f": did you mean {close[0]!r}?" if close else f"; valid are {', '.join(names)}"

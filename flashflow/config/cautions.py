@@ -1,0 +1,108 @@
+"""What a config may say but probably does not mean, or what has a price worth knowing; printed, never refused.
+
+Written as the rules of rules.py are.
+"""
+
+from collections.abc import Iterator
+
+from flashflow.config.rules import Rule, apply_rules
+from flashflow.config.sections import (
+    BatchSection,
+    CheckpointSection,
+    Config,
+    EngineSection,
+    EvalSection,
+    ModelSection,
+    PlacementSection,
+    RolloutSection,
+    RunSection,
+    SamplingSection,
+)
+
+CONFIDENT_PROBLEMS = 512
+"""Held-out problems from which an accuracy is known to about two points (contract 9)."""
+
+
+def cautions(config: Config) -> list[str]:
+    return apply_rules(CAUTIONS, {name: getattr(config, name) for name in Config.model_fields})
+
+
+def short_answers_are_not_favoured(rollout: RolloutSection) -> Iterator[str]:
+    if rollout.on_stale == "drop":
+        yield (
+            "rollout.on_stale: drop favours short answers: long ones expire and are not trained; "
+            "wait trains the lengths that were generated"
+        )
+
+
+def few_problems_say_little(evaluation: EvalSection) -> Iterator[str]:
+    if evaluation.every_steps and evaluation.problems < CONFIDENT_PROBLEMS:
+        error = 50 / evaluation.problems**0.5
+        yield (
+            f"evaluation.problems: {evaluation.problems} know an accuracy of one half to about +-{error:.1f} points; "
+            f"{CONFIDENT_PROBLEMS} or more are advised"
+        )
+
+
+def long_answers_exceed_the_micro_batch(batch: BatchSection, sampling: SamplingSection) -> Iterator[str]:
+    if batch.micro_batch_tokens < sampling.max_new_tokens:
+        yield (
+            f"batch.micro_batch_tokens: {batch.micro_batch_tokens} is less than sampling.max_new_tokens "
+            f"{sampling.max_new_tokens}: an answer of that length goes alone and takes more memory than the limit says"
+        )
+
+
+def engines_can_be_filled(
+    rollout: RolloutSection, batch: BatchSection, engine: EngineSection, placement: PlacementSection
+) -> Iterator[str]:
+    slots = engine.slots * placement.engine
+    admitted = int((1 + rollout.alpha) * batch.groups) * rollout.group_size
+    running = rollout.concurrency * placement.env
+    if running < min(slots, admitted):
+        yield (
+            f"rollout.concurrency: {rollout.concurrency} x placement.env {placement.env} runs fewer attempts than "
+            f"engine.slots {engine.slots} x placement.engine {placement.engine} could: slots stay idle"
+        )
+    elif admitted < slots:
+        yield (
+            f"engine.slots: {engine.slots} x placement.engine {placement.engine} is more than the {admitted} samples "
+            f"that batch.groups {batch.groups} and rollout.alpha {rollout.alpha} admit at once: slots stay idle"
+        )
+
+
+def reduced_precision_is_slow_without_a_gpu(model: ModelSection) -> Iterator[str]:
+    if model.dtype == "bfloat16" and model.device == "cpu":
+        yield (
+            "model.dtype: bfloat16 with model.device cpu is up to 13 times slower than float32 on processors without "
+            "AVX-512 or AMX"
+        )
+
+
+def one_process_restarts_nothing(run: RunSection, placement: PlacementSection) -> Iterator[str]:
+    if run.runtime != "in_process":
+        return
+    yield "run.runtime: in_process runs every role in one process, for tests and debugging: roles wait for each other"
+    if "max_restarts" in placement.model_fields_set:
+        yield (
+            f"placement.max_restarts: {placement.max_restarts} has no effect with run.runtime in_process: "
+            f"a role that fails ends the run"
+        )
+
+
+def checkpoints_come_before_the_end(checkpoint: CheckpointSection, run: RunSection) -> Iterator[str]:
+    if checkpoint.every_steps == 0 or checkpoint.every_steps >= run.steps:
+        yield (
+            f"checkpoint.every_steps: {checkpoint.every_steps} writes only the last of run.steps {run.steps}: "
+            f"a run that dies repeats all its training"
+        )
+
+
+CAUTIONS: tuple[Rule, ...] = (
+    short_answers_are_not_favoured,
+    few_problems_say_little,
+    long_answers_exceed_the_micro_batch,
+    engines_can_be_filled,
+    reduced_precision_is_slow_without_a_gpu,
+    one_process_restarts_nothing,
+    checkpoints_come_before_the_end,
+)

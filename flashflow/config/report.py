@@ -1,0 +1,75 @@
+"""What `flashflow check` prints of a config: the numbers that follow from it, and the schema of all configs."""
+
+from typing import Any, NamedTuple
+
+from flashflow.config.sections import Config, OptimizerSection
+
+
+class Derived(NamedTuple):
+    """One number that follows from the config."""
+
+    name: str
+    value: str
+    meaning: str
+
+
+def derived_numbers(config: Config) -> list[Derived]:
+    samples = config.samples_per_batch
+    tokens = samples * config.engine.max_context_tokens
+    rollout, batch = config.rollout, config.batch
+    slots = config.engine.slots * config.placement.engine
+    return [
+        Derived("samples per batch", f"{samples}", f"batch.groups {batch.groups} x group_size {rollout.group_size}"),
+        Derived("max staleness", f"{config.max_staleness}", f"ceil(rollout.alpha {rollout.alpha:g}), in versions"),
+        Derived(
+            "max groups in flight",
+            f"{config.max_groups_in_flight}",
+            f"floor((1 + {rollout.alpha:g}) x {batch.groups}): waiting, running and training",
+        ),
+        Derived(
+            "sampled tokens per batch",
+            f"<= {samples * config.sampling.max_new_tokens:,}",
+            f"{samples} x sampling.max_new_tokens {config.sampling.max_new_tokens}, for one turn each",
+        ),
+        Derived("tokens per batch", f"<= {tokens:,}", f"{samples} x engine.max_context_tokens, prompts included"),
+        Derived(
+            "micro-batches per batch",
+            f"<= {_micro_batches(config)}",
+            f"of batch.micro_batch_tokens {batch.micro_batch_tokens:,} padded tokens",
+        ),
+        Derived("engine slots", f"{slots}", f"slots {config.engine.slots} x {config.placement.engine} engine(s)"),
+        Derived("samples of the run", f"{samples * config.run.steps:,}", f"in run.steps {config.run.steps}"),
+        Derived("learning rate", _schedule(config.optimizer, config.run.steps), "warm-up, then decay"),
+        Derived(
+            "checkpoints", _every(config.checkpoint.every_steps, "only at the end"), f"keeps {config.checkpoint.keep}"
+        ),
+        Derived(
+            "evaluations",
+            _every(config.evaluation.every_steps, "none"),
+            f"{config.evaluation.problems} problems, greedy",
+        ),
+        Derived("run folder", str(config.run_folder), "run.folder / run.name"),
+    ]
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of the config file, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
+
+
+def _micro_batches(config: Config) -> int:
+    """When every sequence is as long as the context allows."""
+    per_pass = max(1, config.batch.micro_batch_tokens // config.engine.max_context_tokens)
+    return -(-config.samples_per_batch // per_pass)
+
+
+def _schedule(optimizer: OptimizerSection, steps: int) -> str:
+    warmup = f"0 -> {optimizer.lr:g} in {optimizer.warmup_steps} steps, then " if optimizer.warmup_steps else ""
+    if optimizer.decay == "constant":
+        return f"{warmup}{optimizer.lr:g} constant"
+    last = optimizer.lr * optimizer.min_lr_fraction
+    return f"{warmup}{optimizer.lr:g} -> {last:g} {optimizer.decay} by step {steps}"
+
+
+def _every(steps: int, never: str) -> str:
+    return f"every {steps} steps" if steps else never

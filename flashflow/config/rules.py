@@ -1,0 +1,196 @@
+"""The one place for rules that join sections. Each names both fields and both values.
+
+A rule is a function whose parameter names are the sections it needs; it runs only when all of them are right by
+themselves, and yields `path: value ...; remedy`. A broken rule stops a run before it starts; what is allowed but has
+a price is a caution (cautions.py).
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from flashflow.algorithms import presets
+from flashflow.config.references import find_module, problem_of
+from flashflow.config.sections import (
+    AlgorithmSection,
+    DataSection,
+    EngineSection,
+    EvalSection,
+    HuggingFaceData,
+    JsonlData,
+    ModelSection,
+    NetworkSection,
+    OptimizerSection,
+    ParquetData,
+    ReasoningGymData,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    SamplingSection,
+)
+
+Rule = Callable[..., Iterator[str]]
+
+HELD_OUT_SHARE = 5
+"""One problem in so many of a reasoning-gym set is held out."""
+
+
+def mistakes(sections: Mapping[str, BaseModel]) -> list[str]:
+    """What contradicts, among the sections that are right by themselves."""
+    return apply_rules(RULES, sections)
+
+
+def apply_rules(rules: Sequence[Rule], sections: Mapping[str, BaseModel]) -> list[str]:
+    found: list[str] = []
+    for rule in rules:
+        needs = inspect.signature(rule).parameters
+        if all(name in sections for name in needs):
+            found += rule(**{name: sections[name] for name in needs})
+    return found
+
+
+def the_algorithm_is_whole(algorithm: AlgorithmSection, rollout: RolloutSection) -> Iterator[str]:
+    overrides = algorithm.model_extra or {}
+    found = presets.mistakes(algorithm.preset, overrides, alpha=rollout.alpha, group_size=rollout.group_size)
+    yield from (f"algorithm.{path}: {message}" for path, message in found)
+
+
+def a_loss_of_ones_own_exists(algorithm: AlgorithmSection) -> Iterator[str]:
+    function = (algorithm.model_extra or {}).get("loss")
+    problem = problem_of(function) if isinstance(function, str) else None
+    if problem is not None:
+        yield f"algorithm.loss: {function!r}: {problem}"
+
+
+def answers_fit_the_context(sampling: SamplingSection, engine: EngineSection, evaluation: EvalSection) -> Iterator[str]:
+    limit = engine.max_context_tokens
+    lengths = {"sampling.max_new_tokens": sampling.max_new_tokens}
+    if evaluation.every_steps and evaluation.max_new_tokens is not None:
+        lengths["evaluation.max_new_tokens"] = evaluation.max_new_tokens
+    for path, length in lengths.items():
+        if length >= limit:
+            yield (
+                f"{path}: {length} leaves no room for a prompt within engine.max_context_tokens {limit}; "
+                f"lower the first or raise the second"
+            )
+
+
+def the_warmup_ends(optimizer: OptimizerSection, run: RunSection) -> Iterator[str]:
+    if optimizer.warmup_steps >= run.steps:
+        yield (
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} does not end within run.steps {run.steps}; "
+            f"warm up for fewer steps"
+        )
+
+
+def a_decay_floor_needs_a_decay(optimizer: OptimizerSection) -> Iterator[str]:
+    if optimizer.decay == "constant" and optimizer.min_lr_fraction > 0:
+        yield (
+            f"optimizer.min_lr_fraction: {optimizer.min_lr_fraction} has no effect with optimizer.decay constant; "
+            f"choose linear or cosine, or drop it"
+        )
+
+
+def the_data_is_there(data: DataSection, evaluation: EvalSection) -> Iterator[str]:
+    source = data.source
+    match source:
+        case JsonlData() | ParquetData():
+            for name, path in (("path", source.path), ("eval_path", source.eval_path)):
+                if path is not None and not path.is_file():
+                    yield f"data.source.{name}: {str(path)!r} is not a file in {Path.cwd()}; name an existing one"
+            if source.eval_path is not None and source.eval_path == source.path:
+                yield (
+                    f"data.source.eval_path: {str(source.eval_path)!r} equals data.source.path; "
+                    f"held-out problems must not be trained on"
+                )
+        case HuggingFaceData():
+            if source.eval_split is not None and source.eval_split == source.split:
+                yield (
+                    f"data.source.eval_split: {source.eval_split!r} equals data.source.split; "
+                    f"held-out problems must not be trained on"
+                )
+        case ReasoningGymData():
+            held_out = source.size // HELD_OUT_SHARE
+            if evaluation.every_steps and evaluation.problems > held_out:
+                yield (
+                    f"evaluation.problems: {evaluation.problems} is more than the held-out fifth of data.source.size "
+                    f"{source.size}, about {held_out}; raise the size or ask fewer problems"
+                )
+            if data.prompt_column != "prompt":
+                yield (
+                    f"data.prompt_column: {data.prompt_column!r} does not exist in data.source.kind reasoning_gym, "
+                    f"whose rows have prompt and answer; drop it"
+                )
+
+
+def the_data_package_is_installed(data: DataSection) -> Iterator[str]:
+    package = {"reasoning_gym": "reasoning_gym", "parquet": "pyarrow", "datasets": "datasets"}.get(data.source.kind)
+    if package is not None and find_module(package) is None:
+        yield (
+            f"data.source.kind: {data.source.kind} needs the package {package}, which is not installed; "
+            f"pip install 'flashflow[envs]'"
+        )
+
+
+def evaluation_has_problems(data: DataSection, evaluation: EvalSection) -> Iterator[str]:
+    source = data.source
+    missing = {"jsonl": "eval_path", "parquet": "eval_path", "datasets": "eval_split"}.get(source.kind)
+    if evaluation.every_steps and missing is not None and getattr(source, missing) is None:
+        yield (
+            f"evaluation.every_steps: {evaluation.every_steps} needs held-out problems, but data.source.{missing} is "
+            f"null; give it, or set evaluation.every_steps to 0"
+        )
+
+
+def the_reward_exists(reward: RewardSection) -> Iterator[str]:
+    problem = problem_of(reward.function)
+    if problem is not None:
+        yield f"reward.function: {reward.function!r}: {problem}"
+
+
+def the_model_exists(model: ModelSection) -> Iterator[str]:
+    path = model.path
+    if path.startswith("builtin:"):
+        if path != "builtin:quickstart":
+            yield f"model.path: {path!r} is no builtin model; did you mean builtin:quickstart?"
+    elif (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
+        yield f"model.path: {path!r} is no folder in {Path.cwd()} and no hub name; name a model folder"
+
+
+def peers_get_their_time(network: NetworkSection) -> Iterator[str]:
+    if network.heartbeat_s >= network.peer_deadline_s:
+        yield (
+            f"network.heartbeat_s: {network.heartbeat_s} must be less than network.peer_deadline_s "
+            f"{network.peer_deadline_s}, or every peer counts as dead; a third of it is usual"
+        )
+    if network.long_poll_s >= network.call_deadline_s:
+        yield (
+            f"network.long_poll_s: {network.long_poll_s} must be less than network.call_deadline_s "
+            f"{network.call_deadline_s}, or every idle long poll ends as an error; shorten it"
+        )
+
+
+def a_turn_ends_before_its_trajectory(rollout: RolloutSection) -> Iterator[str]:
+    if rollout.turn_deadline_s > rollout.trajectory_deadline_s:
+        yield (
+            f"rollout.turn_deadline_s: {rollout.turn_deadline_s} is more than rollout.trajectory_deadline_s "
+            f"{rollout.trajectory_deadline_s}, which would always fire first; lower it"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    the_algorithm_is_whole,
+    a_loss_of_ones_own_exists,
+    answers_fit_the_context,
+    the_warmup_ends,
+    a_decay_floor_needs_a_decay,
+    the_data_is_there,
+    the_data_package_is_installed,
+    evaluation_has_problems,
+    the_reward_exists,
+    the_model_exists,
+    peers_get_their_time,
+    a_turn_ends_before_its_trajectory,
+)

@@ -1,0 +1,7 @@
+"""The ledger and its payloads on disk (contract 4)."""
+
+from flashflow.journal.journal import Journal, open_journal, replay
+from flashflow.journal.offload import Offload, in_place
+from flashflow.journal.payloads import Payloads
+
+__all__ = ["Journal", "Offload", "Payloads", "in_place", "open_journal", "replay"]

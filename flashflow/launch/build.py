@@ -1,0 +1,183 @@
+"""Puts a role together from its sections. Imports of torch happen inside, so that each process pays only for its own role."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashflow.clock import Clock
+from flashflow.config.sections import Config
+from flashflow.records import Task
+from flashflow.transport.channel import Transport
+
+if TYPE_CHECKING:
+    from flashflow.roles.buffer import Buffer
+    from flashflow.roles.controller import Controller, Events, TrainerLink
+    from flashflow.roles.engine import EngineRole
+    from flashflow.roles.env import EnvRole, PromptCodec
+    from flashflow.roles.proxy import ProxyRole
+    from flashflow.roles.reward import RewardRole
+    from flashflow.roles.trainer import TrainerRole
+
+
+def names(role: str, count: int) -> list[str]:
+    return [f"{role}-{index}" for index in range(count)]
+
+
+def buffer(config: Config, clock: Clock) -> "Buffer":
+    from flashflow.data.stream import make_stream
+    from flashflow.roles.buffer import Buffer
+
+    return Buffer(
+        run=config.run,
+        rollout=config.rollout,
+        batch=config.batch,
+        journal=config.journal,
+        evaluation=config.evaluation,
+        network=config.network,
+        tasks=make_stream(config.data, config.run.seed),
+        folder=config.run_folder / "journal",
+        clock=clock,
+    )
+
+
+def prompt_codec(config: Config) -> "PromptCodec":
+    from flashflow.data.chat import prompt_text, render_prompt
+    from flashflow.roles.env import PromptCodec
+    from flashflow.tokenizers import load_tokenizer, stop_ids
+
+    tokenizer = load_tokenizer(config.model.path)
+    column, system_prompt = config.data.prompt_column, config.data.system_prompt
+
+    def encode(task: Task) -> list[int]:
+        return render_prompt(tokenizer, task.row[column], system_prompt)
+
+    return PromptCodec(
+        encode=encode,
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        prompt_text=lambda task: prompt_text(task.row[column]),
+        stop_ids=stop_ids(tokenizer, config.model.path),
+    )
+
+
+def env(config: Config, index: int, transport: Transport, clock: Clock) -> "EnvRole":
+    from flashflow.roles.env import EnvRole
+
+    return EnvRole(
+        name=f"env-{index}",
+        seed=config.run.seed,
+        codec=prompt_codec(config),
+        rollout=config.rollout,
+        sampling=config.sampling,
+        evaluation=config.evaluation,
+        network=config.network,
+        buffer=transport.client("buffer-0"),
+        proxy=transport.client("proxy-0"),
+        rewards=[transport.client(name) for name in names("reward", config.placement.reward)],
+        clock=clock,
+    )
+
+
+def proxy(config: Config, transport: Transport, clock: Clock) -> "ProxyRole":
+    from flashflow.roles.proxy import ProxyRole
+
+    return ProxyRole(
+        engines={name: transport.client(name) for name in names("engine", config.placement.engine)},
+        rollout=config.rollout,
+        network=config.network,
+        clock=clock,
+    )
+
+
+def reward(config: Config) -> "RewardRole":
+    from flashflow.roles.reward import RewardRole
+
+    return RewardRole(config.reward, startup_deadline_s=config.network.startup_deadline_s)
+
+
+def engine(config: Config, index: int, clock: Clock, executor: Executor | None) -> "EngineRole":
+    from flashflow.engines import make_engine
+    from flashflow.models import load_model, set_threads
+    from flashflow.roles.engine import EngineRole
+    from flashflow.tokenizers import load_tokenizer
+
+    set_threads(config.placement.threads)
+    model = load_model(config.model.path, config.model.dtype, config.model.device)
+    return EngineRole(
+        name=f"engine-{index}",
+        engine=make_engine(config.engine, model, load_tokenizer(config.model.path)),
+        section=config.engine,
+        network=config.network,
+        clock=clock,
+        executor=executor,
+    )
+
+
+def trainer(config: Config, transport: Transport, run_id: str, executor: Executor | None) -> "TrainerRole":
+    """The process group must exist."""
+    from flashflow.models import load_model, set_threads
+    from flashflow.roles.trainer import TrainerRole
+    from flashflow.trainers.fsdp import FsdpTrainer
+
+    set_threads(config.placement.threads)
+    # Parameters and optimizer are float32; model.dtype is that of the computation.
+    model = load_model(config.model.path, "float32", config.model.device)
+    return TrainerRole(
+        trainer=FsdpTrainer.from_config(config, model, run_id=run_id),
+        buffer=transport.client("buffer-0"),
+        folder=checkpoints(config),
+        checkpoint=config.checkpoint,
+        network=config.network,
+        executor=executor,
+    )
+
+
+def controller(
+    config: Config, transport: Transport, trainer_link: "TrainerLink", events: "Events", clock: Clock, *, resume: bool
+) -> "Controller":
+    from flashflow.roles.controller import Controller
+
+    return Controller(
+        run=config.run,
+        checkpoint=config.checkpoint,
+        evaluation=config.evaluation,
+        weights=config.weights,
+        network=config.network,
+        buffer=transport.client("buffer-0"),
+        proxy=transport.client("proxy-0"),
+        trainer=trainer_link,
+        events=events,
+        clock=clock,
+        resume=resume,
+    )
+
+
+def checkpoints(config: Config) -> Path:
+    return config.run_folder / "checkpoints"
+
+
+@contextlib.contextmanager
+def local_process_group(config: Config) -> Iterator[None]:
+    """A world of one for a trainer in this process; joins the one that exists already."""
+    import torch.distributed as dist
+
+    from flashflow.models import resolve_device
+    from flashflow.transport import rpc
+
+    if dist.is_initialized():
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rpc.init_process_group(
+            resolve_device(config.model.device).type,
+            rank=0,
+            world_size=1,
+            store=Path(folder) / "group",
+            deadline_s=config.network.train_step_deadline_s,
+        )
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

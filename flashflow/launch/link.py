@@ -1,0 +1,121 @@
+"""The line between a supervisor and one role process: an inherited socket carrying msgpack messages, length-prefixed.
+
+Its end is a signal by itself: a child that reads EOF has lost its supervisor and leaves at once.
+"""
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+
+class LinkMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base; the tag is the class name."""
+
+
+class Listening(LinkMessage):
+    """The role is ready and serves at these addresses."""
+
+    data: str
+    control: str
+
+
+class Ready(LinkMessage):
+    """A role that serves nobody has started."""
+
+
+class StepDone(LinkMessage):
+    record: dict[str, Any]
+
+
+class EvaluationDone(LinkMessage):
+    version: int
+    accuracy: float
+    seconds: float
+
+
+class Note(LinkMessage):
+    """A line for a person."""
+
+    text: str
+
+
+class Failed(LinkMessage):
+    """An exception reached the top of the role."""
+
+    kind: str
+    text: str
+    """Message and traceback."""
+    transient: bool
+    """True: a peer or a deadline was lost, starting again may help. False: the run must stop."""
+
+
+class Finished(LinkMessage):
+    """The controller has ended the run in order."""
+
+    step: int
+    reason: str
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where an incarnation of a role process is reached."""
+
+    data: str
+    control: str
+    incarnation: int
+
+
+class AddressBook(LinkMessage):
+    """All known places, by `role-index`."""
+
+    places: dict[str, Place]
+
+
+class Stop(LinkMessage):
+    """End in order."""
+
+
+ANY_LINK = Listening | Ready | StepDone | EvaluationDone | Note | Failed | Finished | AddressBook | Stop
+
+_LENGTH = struct.Struct("<I")
+
+
+class Link:
+    """One end. Reading and writing are asyncio's; a message is written whole or the other end is gone."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ANY_LINK)
+
+    @classmethod
+    async def over(cls, end: socket.socket) -> "Link":
+        end.setblocking(False)
+        return cls(*await asyncio.open_unix_connection(sock=end))
+
+    def send(self, message: ANY_LINK) -> None:
+        """Never waits; what a dead end does not read is lost with it."""
+        if self._writer.is_closing():
+            return
+        payload = self._encoder.encode(message)
+        self._writer.write(_LENGTH.pack(len(payload)) + payload)
+
+    async def flush(self) -> None:
+        await self._writer.drain()
+
+    async def messages(self) -> AsyncIterator[ANY_LINK]:
+        """Until the other end closes or dies."""
+        while True:
+            try:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                payload = await self._reader.readexactly(length)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            yield self._decoder.decode(payload)
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,273 @@
+"""One role process: `python -m flashflow.launch.role SPEC`, started by a supervisor, never by hand.
+
+waits for: its supervisor's address book and Stop.
+unblocked by: the link; its end means the supervisor is dead, and the process leaves at once.
+never: outlives its supervisor, fails without saying so on the link.
+"""
+
+import asyncio
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from flashflow.clock import LoopClock
+from flashflow.config import Config, load_config
+from flashflow.errors import TransportError
+from flashflow.launch import build
+from flashflow.launch.events import RunEvents
+from flashflow.launch.link import (
+    AddressBook,
+    EvaluationDone,
+    Failed,
+    Finished,
+    Link,
+    Listening,
+    Note,
+    Ready,
+    StepDone,
+    Stop,
+)
+from flashflow.transport.addresses import Address, Addresses
+from flashflow.transport.channel import Peer
+from flashflow.transport.zeromq import ZmqTransport
+
+PR_SET_PDEATHSIG = 1
+
+
+class RoleSpec(msgspec.Struct, frozen=True):
+    """What the supervisor tells a role process on its command line."""
+
+    role: str
+    index: int
+    incarnation: int
+    generation: int
+    run_id: str
+    config: str
+    """Path of the resolved config."""
+    link_fd: int
+    supervisor_pid: int
+    cpus: list[int] | None
+    resume: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+
+class RoleProcess:
+    def __init__(self, spec: RoleSpec, config: Config, link: Link) -> None:
+        self.spec = spec
+        self.config = config
+        self.link = link
+        self.stop = asyncio.Event()
+        self.addresses = Addresses()
+        self.clock = LoopClock()
+        generation = spec.generation if spec.role in ("controller", "trainer") else 0
+        self.transport = ZmqTransport(
+            Peer(spec.role, spec.index, spec.incarnation, generation), spec.run_id, self.addresses, config.network
+        )
+
+    async def run(self) -> None:
+        """Until stopped, or the work of the role is done."""
+        reading = asyncio.create_task(self._read_link())
+        work = asyncio.create_task(getattr(self, f"_{self.spec.role}")())
+        failed = asyncio.ensure_future(self.transport.failed)
+        try:
+            await asyncio.wait({reading, work, failed}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (work, failed, reading):
+                if task.done():
+                    task.result()
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await self.transport.close()
+            reading.cancel()
+
+    async def _read_link(self) -> None:
+        async for message in self.link.messages():
+            match message:
+                case AddressBook():
+                    self.addresses.update(
+                        {name: Address(p.data, p.control, p.incarnation) for name, p in message.places.items()}
+                    )
+                case Stop():
+                    self.stop.set()
+        os._exit(1)  # the supervisor is gone: nobody is left to end in order for
+
+    def _listening(self) -> None:
+        address = self.transport.address
+        self.link.send(Listening(data=address.data, control=address.control))
+
+    async def _serve(self, role: Any, *background: Any) -> None:
+        """Serve calls until stopped; a background task that ends is an error."""
+        await self.transport.listen(role.handle, role.peer_lost)
+        self._listening()
+        stop = asyncio.create_task(self.stop.wait())
+        tasks = [asyncio.ensure_future(task) for task in background]
+        done, _ = await asyncio.wait({stop, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        for task in tasks:
+            task.cancel()
+        for task in done - {stop}:
+            task.result()
+            raise RuntimeError(f"{self.spec.name}: a background task ended")
+
+    async def _buffer(self) -> None:
+        buffer = build.buffer(self.config, self.clock)
+        await buffer.start()
+        try:
+            await self._serve(buffer)
+        finally:
+            await buffer.close()
+
+    async def _reward(self) -> None:
+        reward = build.reward(self.config)
+        try:
+            await reward.start()
+            await self._serve(reward)
+        finally:
+            await reward.close()
+
+    async def _proxy(self) -> None:
+        proxy = build.proxy(self.config, self.transport, self.clock)
+        try:
+            await proxy.start()
+            await self._serve(proxy, proxy.failed)
+        finally:
+            await proxy.close()
+
+    async def _engine(self) -> None:
+        with ThreadPoolExecutor(1, "engine") as executor:
+            engine = build.engine(self.config, self.spec.index, self.clock, executor)
+            await self._serve(engine, engine.run())
+
+    async def _env(self) -> None:
+        env = build.env(self.config, self.spec.index, self.transport, self.clock)
+        self.link.send(Ready())
+        await self._until_stopped(env.run())
+
+    async def _trainer(self) -> None:
+        from flashflow.models import resolve_device
+        from flashflow.transport import rpc
+
+        await asyncio.to_thread(self._join_gang, rank=1 + self.spec.index)
+        gang, deadline_s = self._gang_folder(), self.config.network.train_step_deadline_s
+        rpc.init_process_group(
+            resolve_device(self.config.model.device).type, rank=self.spec.index, world_size=1, store=gang / "group", deadline_s=deadline_s
+        )
+        with ThreadPoolExecutor(1, "trainer") as executor:
+            trainer = build.trainer(self.config, self.transport, self.spec.run_id, executor)
+            rpc.serve(asyncio.get_running_loop(), trainer.answer)
+            self.link.send(Ready())
+            await self.stop.wait()
+            await trainer.close()
+
+    async def _controller(self) -> None:
+        from flashflow.transport import rpc
+
+        await asyncio.to_thread(self._join_gang, rank=0)
+        events = RunEvents(
+            self.config.run_folder,
+            on_step=lambda record: self.link.send(StepDone(record=record)),
+            on_evaluation=lambda v, a, s: self.link.send(EvaluationDone(version=v, accuracy=a, seconds=s)),
+            on_note=lambda text: self.link.send(Note(text=text)),
+        )
+        link = rpc.RpcTrainerLink(deadline_s=self.config.network.train_step_deadline_s)
+        controller = build.controller(self.config, self.transport, link, events, self.clock, resume=self.spec.resume)
+        self.link.send(Ready())
+        stopping = asyncio.create_task(self._forward_stop(controller.stop))
+        try:
+            outcome = await controller.run()
+        finally:
+            stopping.cancel()
+            events.close()
+        self.link.send(Finished(step=outcome.step, reason=outcome.reason))
+
+    async def _forward_stop(self, stop: Any) -> None:
+        await self.stop.wait()
+        stop()
+
+    async def _until_stopped(self, work: Any) -> None:
+        task, stop = asyncio.create_task(work), asyncio.create_task(self.stop.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            await stop
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    def _gang_folder(self) -> Path:
+        """Where this generation's members meet; a new generation is a new world."""
+        folder = self.config.run_folder / "gang" / f"{self.spec.run_id}-{self.spec.generation}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _join_gang(self, rank: int) -> None:
+        from flashflow.transport import rpc
+
+        rpc.join(
+            self.spec.name,
+            rank=rank,
+            world_size=1 + self.config.placement.trainer,
+            store=self._gang_folder() / "rpc",
+            deadline_s=self.config.network.startup_deadline_s,
+        )
+
+
+def die_with(supervisor_pid: int) -> None:
+    """Have the kernel kill this process when its supervisor dies, however that dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor_pid:
+        os._exit(1)
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first exception inside nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _run(spec: RoleSpec) -> int:
+    link = await Link.over(socket.socket(fileno=spec.link_fd))
+    try:
+        config = load_config(Path(spec.config))
+        await RoleProcess(spec, config, link).run()
+        code = 0
+    except Exception as error:
+        cause = first_cause(error)
+        text = "".join(traceback.format_exception(cause))
+        print(text, file=sys.stderr, flush=True)
+        link.send(
+            Failed(kind=type(cause).__name__, text=f"{cause}\n\n{text}", transient=isinstance(cause, TransportError))
+        )
+        code = 1
+    await link.flush()
+    link.close()
+    return code
+
+
+def main() -> None:
+    spec = msgspec.json.decode(sys.argv[1], type=RoleSpec)
+    die_with(spec.supervisor_pid)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if spec.cpus is not None:
+        os.sched_setaffinity(0, spec.cpus)
+    code = asyncio.run(_run(spec))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a TensorPipe world with a dead member can hang the interpreter's own exit
+
+
+if __name__ == "__main__":
+    main()

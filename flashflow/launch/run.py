@@ -1,0 +1,112 @@
+"""`flashflow train`: prepares the run folder, runs the roles, says how it ended."""
+
+import asyncio
+import json
+import uuid
+from pathlib import Path
+
+from flashflow.config import Config, dump_config
+from flashflow.errors import ConfigError
+from flashflow.launch.plan import plan
+from flashflow.observe.progress import ProgressDisplay
+from flashflow.transport.weights.segment import remove_segments
+
+BUILTIN = "builtin:"
+WARM_START_NOTE_STEPS = 100
+
+
+def train(config: Config, *, resume: bool, overwrite: bool = False) -> int:
+    """Exit code: 0 done, 1 failed, 130 or 143 ended by a signal (with a checkpoint). Raises ConfigError."""
+    with ProgressDisplay() as display:
+        config = prepare(config, display, resume=resume, overwrite=overwrite)
+        display.start(config.run.steps)
+        if config.run.runtime == "in_process":
+            from flashflow.launch.in_process import run_in_process
+
+            run_in_process(config, display, resume=resume)
+            code, failure = 0, None
+        else:
+            code, failure = supervise(config, display, resume=resume)
+        display.finish(summary(config, code))
+    if failure is not None:
+        print(failure)
+    return code
+
+
+def prepare(config: Config, display: ProgressDisplay, *, resume: bool, overwrite: bool) -> Config:
+    """The run folder with the resolved config; a builtin model is made first. Raises ConfigError."""
+    folder = config.run_folder
+    started = (folder / "config.yaml").exists()
+    if resume and not started:
+        raise ConfigError([f"run.name: nothing to resume in {folder}; remedy: start without --resume"])
+    if started and not resume:
+        if not overwrite:
+            raise ConfigError(
+                [f"run.name: {folder} holds a run already; remedy: --resume, --overwrite, or another run.name=..."]
+            )
+        _clear(folder)
+    config = resolve_model(config, display)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config))
+    return config
+
+
+def resolve_model(config: Config, display: ProgressDisplay) -> Config:
+    """Builtin models become folders."""
+    if not config.model.path.startswith(BUILTIN):
+        return config
+    from flashflow.quickstart import ensure_model
+
+    def progress(done: int, total: int, loss: float) -> None:
+        if done % WARM_START_NOTE_STEPS == 0 or done == total:
+            display.note(f"warm start of the builtin model: step {done} of {total}, loss {loss:.3f}")
+
+    path = ensure_model(config.model.cache, config.run.seed, progress)
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path.resolve())})})
+
+
+def supervise(config: Config, display: ProgressDisplay, *, resume: bool) -> tuple[int, str | None]:
+    """Exit code and the first failure as text."""
+    from flashflow.launch.supervise import Supervisor
+
+    run_id = uuid.uuid4().hex[:12]
+
+    async def run() -> tuple[int, str | None]:
+        supervisor = Supervisor(config, plan(config), run_id=run_id, resume=resume, display=display)
+        code = await supervisor.run()
+        return code, str(supervisor.failure) if supervisor.failure is not None else None
+
+    try:
+        return asyncio.run(run())
+    finally:
+        remove_segments(run_id)
+
+
+def summary(config: Config, code: int) -> dict[str, object]:
+    """What a person wants to know at the end, read back from metrics.jsonl."""
+    path = config.run_folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    accuracies = [
+        (evaluation["version"], evaluation["accuracy"]) for line in lines for evaluation in line.get("evaluations", [])
+    ]
+    result: dict[str, object] = {
+        "exit_code": code,
+        "steps": lines[-1]["step"] if lines else 0,
+        "run_folder": str(config.run_folder),
+    }
+    if lines:
+        result["reward_mean"] = lines[-1]["reward_mean"]
+        result["staleness_max"] = max(line["staleness_max"] for line in lines)
+    if accuracies:
+        result["accuracy_first"], result["accuracy_last"] = accuracies[0][1], accuracies[-1][1]
+    return result
+
+
+def _clear(folder: Path) -> None:
+    """Remove only what a run makes; whatever else lies there is the user's."""
+    import shutil
+
+    for name in ("journal", "checkpoints", "logs", "gang", "tensorboard"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("metrics.jsonl", "config.yaml", "trace.json", "report.html"):
+        (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,256 @@
+"""The ledger's state, and apply(event), the only thing that changes it: replaying the journal gives it back.
+
+    admitted -> leased -> committed -> consumed        leased -> admitted  (lease expired, attempt retried)
+        any waiting state -> failed | expired          (filtered, surplus: for filters and redundancy)
+
+Never: knows a clock, a socket, a file or who holds a lease.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from typing import Literal, assert_never
+
+import msgspec
+
+from flashflow.errors import ContractError
+from flashflow.ledger import events as e
+from flashflow.ledger.group import WAITING, Group, Member, State
+from flashflow.records import Manifest, SampleId
+
+EPOCHS_PER_OPENING = 1 << 20
+"""Lease epochs one opening may use per member; keeps a lease that a dying host forgot apart from any new one."""
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """What of the config the ledger decides by."""
+
+    group_size: int
+    batch_groups: int
+    alpha: float
+    on_stale: Literal["wait", "drop"] = "wait"
+    max_attempts: int = 3
+
+
+class Returned(msgspec.Struct, frozen=True):
+    """A task whose group expired, to be admitted again."""
+
+    cursor: int
+    retry: int
+
+
+class Book:
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.opening = -1
+        self.served: int | None = None
+        """Lowest version served; None before the first."""
+        self.next_group = 0
+        self.next_cursor = 0
+        """Of the next task never admitted."""
+        self.returned: list[Returned] = []
+        self.groups: dict[int, Group] = {}
+        """Outstanding and taken ones, until a checkpoint covers them."""
+        self.outstanding: dict[int, Group] = {}
+        self.queue: list[tuple[int, int]] = []
+        """Admitted (group, member), oldest first: what is given out again stands at the head by its age."""
+        self.voided: list[int] = []
+        """Ids, ascending, of groups that do not count for admission."""
+        self.manifests: dict[int, Manifest] = {}
+        """Those no checkpoint covers."""
+        self.last_manifest = 0
+        self.covered = 0
+        self.retired: Counter[State] = Counter()
+        """States of members of groups no longer kept."""
+        self.num_superseded = 0
+        self.num_retries = 0
+        self.tokens_wasted = 0
+        self.last_failure = ""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Book) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    @property
+    def submitted(self) -> int:
+        """Samples ever admitted."""
+        return self.next_group * self.rules.group_size
+
+    def counts(self) -> Counter[State]:
+        """Members in each state; their sum is `submitted`."""
+        counts = Counter({state: self.retired[state] for state in State})
+        counts.update(member.state for group in self.groups.values() for member in group.members)
+        return counts
+
+    @property
+    def num_complete(self) -> int:
+        """Groups that wait to be taken."""
+        return sum(group.complete for group in self.outstanding.values())
+
+    def next_task(self) -> Returned:
+        """The task to admit next: a returned one first."""
+        return self.returned[0] if self.returned else Returned(self.next_cursor, 0)
+
+    def admit(self) -> e.Admitted:
+        task = self.next_task()
+        return e.Admitted(self.next_group, task.cursor, task.retry)
+
+    def member(self, sample: SampleId) -> Member | None:
+        """The member `sample` names, in whatever retry; None when it never was or is no longer kept."""
+        group = self.groups.get(sample.group)
+        return group.members[sample.member] if group and 0 <= sample.member < len(group.members) else None
+
+    def segments(self) -> set[int]:
+        """Payload segments something still needs."""
+        return {
+            member.result.payload.segment
+            for group in self.groups.values()
+            for member in group.members
+            if member.result is not None and member.state in (State.COMMITTED, State.CONSUMED)
+        }
+
+    def apply(self, event: e.AnyEvent) -> None:
+        """Raises ContractError, and changes nothing, when the event cannot happen in the present state."""
+        match event:
+            case e.Opened():
+                self._open(event.opening)
+            case e.Served():
+                self.served = event.version
+            case e.Admitted():
+                self._admit(event)
+            case e.Leased():
+                self._lease(event)
+            case e.LeaseExpired():
+                self._requeue(self._member(event.group, event.member, State.LEASED), event.group, event.member)
+            case e.Committed():
+                self._commit(event)
+            case e.PayloadLost():
+                self._requeue(self._member(event.group, event.member, State.COMMITTED), event.group, event.member)
+            case e.Retried():
+                self._retry(event)
+            case e.Failed():
+                self._member(event.group, event.member, State.LEASED).state = State.FAILED
+                self.last_failure = event.reason
+            case e.GroupFailed():
+                self._void(event.group, State.FAILED)
+            case e.GroupExpired():
+                self._expire(event)
+            case e.Superseded():
+                self.num_superseded += 1
+                self.tokens_wasted += event.num_sampled
+            case e.Taken():
+                self._take(event.manifest)
+            case e.Covered():
+                self._cover(event.step)
+            case _:
+                assert_never(event)
+
+    def _open(self, opening: int) -> None:
+        if opening <= self.opening:
+            raise ContractError(f"opening {opening} after {self.opening}: the journal's files are out of order")
+        self.opening = opening
+        for group in self.outstanding.values():
+            for index, member in enumerate(group.members):
+                if member.state is State.LEASED:
+                    self._requeue(member, group.id, index)
+                if member.state is State.ADMITTED:
+                    member.epoch = opening * EPOCHS_PER_OPENING
+
+    def _admit(self, event: e.Admitted) -> None:
+        if event != self.admit():
+            raise ContractError(f"{event} is out of turn, {self.admit()} is next")
+        if event.retry:
+            del self.returned[0]
+        else:
+            self.next_cursor += 1
+        epoch = self.opening * EPOCHS_PER_OPENING
+        members = [Member(State.ADMITTED, epoch, event.retry) for _ in range(self.rules.group_size)]
+        group = Group(event.group, event.cursor, event.retry, members)
+        self.groups[group.id] = self.outstanding[group.id] = group
+        self.queue.extend((group.id, index) for index in range(len(members)))
+        self.next_group += 1
+
+    def _lease(self, event: e.Leased) -> None:
+        member = self._member(event.group, event.member, State.ADMITTED)
+        self._check_epoch(member, event)
+        del self.queue[bisect_left(self.queue, (event.group, event.member))]
+        member.state, member.served = State.LEASED, event.served
+
+    def _commit(self, event: e.Committed) -> None:
+        member = self._member(event.group, event.member, State.LEASED)
+        self._check_epoch(member, event)
+        member.state, member.result = State.COMMITTED, event
+
+    def _requeue(self, member: Member, group: int, index: int) -> None:
+        member.state, member.result = State.ADMITTED, None
+        member.epoch += 1
+        insort(self.queue, (group, index))
+
+    def _retry(self, event: e.Retried) -> None:
+        member = self._member(event.group, event.member, State.LEASED)
+        self._requeue(member, event.group, event.member)
+        member.retry += 1
+        self.num_retries += 1
+        self.last_failure = event.reason
+
+    def _expire(self, event: e.GroupExpired) -> None:
+        group = self._void(event.group, State.EXPIRED)
+        if event.returned:
+            self.returned.append(Returned(group.cursor, group.retry + 1))
+
+    def _void(self, group_id: int, state: State) -> Group:
+        """Ends a group that no batch will take; its capacity returns."""
+        group = self._outstanding(group_id)
+        for index, member in enumerate(group.members):
+            if member.state is State.ADMITTED:
+                del self.queue[bisect_left(self.queue, (group_id, index))]
+            if member.state is State.COMMITTED and member.result is not None:
+                self.tokens_wasted += member.result.num_sampled
+            if member.state in WAITING:
+                member.state = state
+        insort(self.voided, group_id)
+        del self.outstanding[group_id]
+        return group
+
+    def _take(self, manifest: Manifest) -> None:
+        groups = [self._outstanding(group) for group in dict.fromkeys(row.sample.group for row in manifest.rows)]
+        if manifest.step != self.last_manifest + 1 or not all(group.complete for group in groups):
+            raise ContractError(f"manifest {manifest.step} after {self.last_manifest}, or of an incomplete group")
+        for group in groups:
+            group.taken_by = manifest.step
+            for member in group.members:
+                if member.state is State.COMMITTED:
+                    member.state = State.CONSUMED
+            del self.outstanding[group.id]
+        self.manifests[manifest.step] = manifest
+        self.last_manifest = manifest.step
+
+    def _cover(self, step: int) -> None:
+        if not self.covered <= step <= self.last_manifest:
+            raise ContractError(
+                f"a checkpoint of step {step} cannot be: {self.covered} is covered, {self.last_manifest} handed out"
+            )
+        self.covered = step
+        for done in [number for number in self.manifests if number <= step]:
+            del self.manifests[done]
+        for group in list(self.groups.values()):
+            if group.id not in self.outstanding and (group.taken_by is None or group.taken_by <= step):
+                self.retired.update(member.state for member in group.members)
+                del self.groups[group.id]
+
+    def _outstanding(self, group: int) -> Group:
+        if group not in self.outstanding:
+            raise ContractError(f"group {group} is not outstanding")
+        return self.outstanding[group]
+
+    def _member(self, group: int, member: int, state: State) -> Member:
+        found = self.member(SampleId(group, member))
+        if found is None or found.state is not state:
+            raise ContractError(f"g{group}m{member} is {found.state if found else 'unknown'}, not {state}")
+        return found
+
+    def _check_epoch(self, member: Member, event: e.Leased | e.Committed) -> None:
+        if member.epoch != event.epoch:
+            raise ContractError(
+                f"g{event.group}m{event.member}: lease epoch {event.epoch} is not the current {member.epoch}"
+            )

@@ -1,0 +1,148 @@
+"""Everything that can happen to the ledger, as it is written to the journal.
+
+Encoded as arrays, so a field is only ever added at the end, with a default.
+"""
+
+import msgspec
+
+from flashflow.records import Manifest, Outcome
+
+FORMAT = 1
+"""Raised when an old journal could no longer be read."""
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Base of events; the tag is the class name."""
+
+
+class Location(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Where a payload lies in the journal."""
+
+    segment: int
+    offset: int
+    """Bytes from the start of the segment to the record's header."""
+    length: int
+    """Bytes of the record without its header."""
+
+
+class Opened(Event, frozen=True):
+    """A buffer process begins; it heads every transitions file. All leases end, for their holders are unknown to it."""
+
+    format: int
+    opening: int
+    """Ordinal of buffer processes from 0; lease epochs of different openings never meet."""
+    run: str
+    """Name of the run, for a person."""
+    seed: int
+    group_size: int
+    groups: int
+    """Per batch."""
+    alpha: float
+
+
+class Served(Event, frozen=True):
+    """Every engine that takes requests serves at least `version`."""
+
+    version: int
+
+
+class Admitted(Event, frozen=True):
+    """Group `group` exists, with all its members, and works on the task at `cursor`."""
+
+    group: int
+    cursor: int
+    retry: int
+    """Times the task had been admitted before."""
+
+
+class Leased(Event, frozen=True):
+    """`served` is the lowest version served at that moment: no token of the attempt is older."""
+
+    group: int
+    member: int
+    epoch: int
+    served: int
+
+
+class LeaseExpired(Event, frozen=True):
+    """The holder is gone; the attempt is given out again under the next epoch."""
+
+    group: int
+    member: int
+
+
+class Committed(Event, frozen=True):
+    """A finished attempt, its payload written."""
+
+    group: int
+    member: int
+    epoch: int
+    initiating_version: int
+    num_tokens: int
+    num_sampled: int
+    reward: float | None
+    outcome: Outcome
+    payload: Location
+
+
+class PayloadLost(Event, frozen=True):
+    """The host died before a commit's payload was on its disk; the attempt is given out again."""
+
+    group: int
+    member: int
+
+
+class Retried(Event, frozen=True):
+    """The environment broke; the attempt is given out again with the next retry."""
+
+    group: int
+    member: int
+    reason: str
+
+
+class Failed(Event, frozen=True):
+    """The environment broke too often; the member stays in its group without a reward."""
+
+    group: int
+    member: int
+    reason: str
+
+
+class GroupFailed(Event, frozen=True):
+    """No member has a usable reward: nothing to train on, the capacity is returned."""
+
+    group: int
+
+
+class GroupExpired(Event, frozen=True):
+    """Too old for any batch to come; `returned`: its task is admitted again."""
+
+    group: int
+    returned: bool
+
+
+class Superseded(Event, frozen=True):
+    """Somebody committed without the current lease; only the waste is remembered."""
+
+    group: int
+    member: int
+    epoch: int
+    num_sampled: int
+
+
+class Taken(Event, frozen=True):
+    """Batch `manifest.step` is made; its committed samples are consumed."""
+
+    manifest: Manifest
+
+
+class Covered(Event, frozen=True):
+    """A durable checkpoint holds every batch up to `step`."""
+
+    step: int
+
+
+AnyEvent = (
+    Opened | Served | Admitted | Leased | LeaseExpired | Committed | PayloadLost | Retried | Failed
+    | GroupFailed | GroupExpired | Superseded | Taken | Covered
+)  # fmt: skip

@@ -1,0 +1,112 @@
+"""A group and its members: what the ledger keeps of each."""
+
+import enum
+import math
+
+import msgspec
+
+from flashflow.ledger.events import Committed
+from flashflow.records import ManifestRow, SampleId
+from flashflow.staleness import last_batch
+
+
+class State(enum.StrEnum):
+    ADMITTED = "admitted"
+    LEASED = "leased"
+    COMMITTED = "committed"
+    CONSUMED = "consumed"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    SURPLUS = "surplus"
+
+
+WAITING = (State.ADMITTED, State.LEASED, State.COMMITTED)
+FINAL = (State.CONSUMED, State.FILTERED, State.FAILED, State.EXPIRED, State.SURPLUS)
+
+PLACEHOLDER_TOKENS = 1
+"""Length of the row of a member that left no trajectory: one token nobody sampled, for a row needs a length."""
+
+
+class Member(msgspec.Struct):
+    """One attempt at the group's task."""
+
+    state: State
+    epoch: int
+    """Of the current lease, or of the next one while admitted."""
+    retry: int
+    served: int = -1
+    """Lowest version served when the current lease was given; -1 before the first."""
+    result: Committed | None = None
+    """The accepted commit."""
+
+    @property
+    def has_reward(self) -> bool:
+        reward = self.result.reward if self.result is not None else None
+        return reward is not None and not math.isnan(reward)
+
+    def oldest_version(self, served: int) -> int | None:
+        """Initiating version, or a lower bound of it; `served` is today's lowest version. None: leaves no token."""
+        match self.state:
+            case State.ADMITTED:
+                return served
+            case State.LEASED:
+                return self.served
+            case _:
+                return self.result.initiating_version if self.result is not None else None
+
+
+class Group(msgspec.Struct):
+    id: int
+    cursor: int
+    retry: int
+    members: list[Member]
+    taken_by: int | None = None
+    """Step of the manifest it is in."""
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is missing that could still come."""
+        return all(member.state in (State.COMMITTED, State.FAILED) for member in self.members)
+
+    @property
+    def hopeless(self) -> bool:
+        """Complete without one usable reward."""
+        return self.complete and not any(member.has_reward for member in self.members)
+
+    def sample(self, member: int) -> SampleId:
+        return SampleId(self.id, member, self.members[member].retry)
+
+    def due(self, served: int, alpha: float) -> int:
+        """Last batch that may take it; a lower bound while members are uncommitted."""
+        versions = [member.oldest_version(served) for member in self.members]
+        return last_batch(min((v for v in versions if v is not None), default=served), alpha)
+
+    def too_old(self, step: int, alpha: float, *, certainly: bool) -> bool:
+        """No batch from `step` on may take it. `certainly`: by commits alone, not by what leases suggest."""
+        states = (State.COMMITTED,) if certainly else (State.COMMITTED, State.LEASED)
+        versions = [member.oldest_version(0) for member in self.members if member.state in states]
+        return any(v is not None and last_batch(v, alpha) < step for v in versions)
+
+    def rows(self, step: int) -> list[ManifestRow]:
+        return [self._row(index, member, step) for index, member in enumerate(self.members)]
+
+    def _row(self, index: int, member: Member, step: int) -> ManifestRow:
+        result = member.result
+        if result is None:
+            return ManifestRow(
+                sample=self.sample(index),
+                num_tokens=PLACEHOLDER_TOKENS,
+                num_sampled=0,
+                initiating_version=step - 1,
+                reward=None,
+                outcome="failed",
+            )
+        return ManifestRow(
+            sample=self.sample(index),
+            num_tokens=result.num_tokens,
+            num_sampled=result.num_sampled,
+            initiating_version=result.initiating_version,
+            reward=result.reward,
+            outcome=result.outcome,
+        )

@@ -1,0 +1,170 @@
+"""Writes what happens: every event goes to the ledger and to the journal, or the buffer stops."""
+
+import hashlib
+from typing import assert_never
+
+import numpy as np
+
+from flashflow.data.base import TaskStream
+from flashflow.errors import ContractError
+from flashflow.journal import Journal
+from flashflow.ledger import Ledger
+from flashflow.ledger import events as e
+from flashflow.ledger.group import PLACEHOLDER_TOKENS
+from flashflow.messages import Commit
+from flashflow.records import SampleId, Task, Trajectory
+from flashflow.roles.signal import Signal
+
+
+class Bookkeeper:
+    """Ledger and journal as one. Its methods have no await: nobody sees one of them ahead of the other."""
+
+    def __init__(self, ledger: Ledger, journal: Journal, tasks: TaskStream) -> None:
+        self.ledger = ledger
+        self.journal = journal
+        self.lease_news = Signal()
+        """There may be something to lease."""
+        self.batch_news = Signal()
+        """There may be a batch, or a reason to stop."""
+        self.fatal = ""
+        """Why the run must stop (a BudgetError); empty while all is well."""
+        self._tasks = tasks
+        self._upcoming: tuple[int, Task | None] = (-1, None)
+        self._broken = False
+
+    def record(self, event: e.AnyEvent) -> None:
+        """Raises ContractError, having changed nothing, for an impossible event; OSError when the disk refuses."""
+        if self._broken:
+            raise ContractError("the journal could not be written; what the buffer holds in memory is ahead of it")
+        self.ledger.apply(event)
+        try:
+            self.journal.append(event)
+        except BaseException:
+            self._broken = True
+            raise
+        self._tell(event)
+
+    def lease(self) -> tuple[e.Leased, Task] | None:
+        """Leases the oldest free attempt, admitting a group when there is none and admission is open."""
+        if not self.ledger.queue and not self.ledger.closed() and not self.data_ended():
+            self.record(self.ledger.admit())
+        leased = self.ledger.lease()
+        if leased is None:
+            return None
+        task = self._task(leased.group)
+        self.record(leased)
+        return leased, task
+
+    def data_ended(self) -> bool:
+        """No task is left to admit. Looks one task ahead, once."""
+        cursor = self.ledger.next_task().cursor
+        if self._upcoming[0] != cursor:
+            self._upcoming = (cursor, self._tasks.task(cursor))
+        return self._upcoming[1] is None
+
+    def commit(self, commit: Commit) -> None:
+        """An accepted one."""
+        trajectory, sample = commit.trajectory, commit.trajectory.sample
+        version = trajectory.initiating_version
+        if version is None:
+            version = self.ledger.groups[sample.group].members[sample.member].served
+        self.record(
+            e.Committed(
+                sample.group,
+                sample.member,
+                commit.lease_epoch,
+                initiating_version=version,
+                num_tokens=trajectory.num_tokens,
+                num_sampled=trajectory.num_sampled,
+                reward=trajectory.reward,
+                outcome=trajectory.outcome,
+                payload=self.journal.payloads.append(trajectory),
+            )
+        )
+        self._void_if_hopeless(sample.group)
+
+    def fail(self, sample: SampleId, reason: str) -> None:
+        """The environment of the current lease broke."""
+        self.record(self.ledger.fail(sample, reason))
+        self._void_if_hopeless(sample.group)
+
+    def expire_overdue(self, step: int) -> None:
+        """Ends groups no batch from `step` on may take."""
+        for event in self.ledger.overdue(step):
+            self.record(event)
+
+    def durable(self, groups: list[int]) -> bool:
+        """Every payload of them is known to be on the disk."""
+        return all(
+            self.journal.payloads.durable(member.result.payload)
+            for group in groups
+            for member in self.ledger.groups[group].members
+            if member.result is not None
+        )
+
+    def take(self, step: int, groups: list[int], seed: int) -> None:
+        self.record(self.ledger.take(step, groups, rng_key(seed, step)))
+
+    def locate(self, sample: SampleId) -> e.Location | None:
+        """Where a consumed sample's payload lies; None for a member that left no trajectory."""
+        member = self.ledger.member(sample)
+        if member is None or member.retry != sample.retry:
+            raise ContractError(f"sample {sample} is unknown, or no longer kept since a checkpoint covers it")
+        return member.result.payload if member.result is not None else None
+
+    def _task(self, group: int) -> Task:
+        cursor = self.ledger.groups[group].cursor
+        task = self._upcoming[1] if self._upcoming[0] == cursor else self._tasks.task(cursor)
+        if task is None:
+            raise ContractError(
+                f"data: no task at cursor {cursor}, which group {group} is about; was the data changed?"
+            )
+        return task
+
+    def _void_if_hopeless(self, group: int) -> None:
+        if self.ledger.outstanding[group].hopeless:
+            self.fatal = (
+                f"group {group}: all {self.ledger.rules.group_size} members ended without a reward, environments "
+                f"after rollout.max_attempts {self.ledger.rules.max_attempts}; last failure: "
+                f"{self.ledger.last_failure or 'none of an environment: the rewards are missing'}"
+            )
+            self.record(e.GroupFailed(group))
+
+    def _tell(self, event: e.AnyEvent) -> None:
+        match event:
+            case e.Opened() | e.Admitted() | e.Leased() | e.Superseded() | e.Covered():
+                return
+            case e.Committed() | e.Failed():
+                if self.ledger.groups[event.group].complete:
+                    self.batch_news.notify()
+            case (
+                e.Served() | e.LeaseExpired() | e.PayloadLost() | e.Retried() | e.GroupFailed()
+                | e.GroupExpired() | e.Taken()
+            ):  # fmt: skip
+                self.lease_news.notify()
+                self.batch_news.notify()
+            case _:
+                assert_never(event)
+
+
+def placeholder(sample: SampleId) -> Trajectory:
+    """Stands for a member whose environment broke too often: one token that nobody sampled, and no reward."""
+    return Trajectory(
+        sample=sample,
+        tokens=np.zeros(PLACEHOLDER_TOKENS, np.int32),
+        mask=np.zeros(PLACEHOLDER_TOKENS, np.uint8),
+        logprobs=np.zeros(PLACEHOLDER_TOKENS, np.float32),
+        versions=np.full(PLACEHOLDER_TOKENS, -1, np.int32),
+        num_turns=0,
+        outcome="failed",
+        reward=None,
+        reward_components={},
+        finish_reason="environment",
+        seconds=0.0,
+    )
+
+
+def rng_key(seed: int, step: int) -> int:
+    """64 bits: blake2b of the run's seed and the batch's number."""
+    digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

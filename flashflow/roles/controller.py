@@ -1,0 +1,282 @@
+"""controller: the only clock of a run; it alone raises the policy version.
+
+    BUFFER --Manifest k--> CONTROLLER --train k--> TRAINER --staged k--> [publication lane] --UPDATE k--> PROXY
+
+waits for: batch k, the trainer, and before it stages k that k - 1 is served.
+unblocked by: enough complete groups; the trainer's answer; engines that have swapped.
+never: touches a sample, a weight or a token; pauses rollout for an evaluation or a checkpoint.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from flashflow.clock import Clock
+from flashflow.config.sections import CheckpointSection, EvalSection, NetworkSection, RunSection, WeightsSection
+from flashflow.errors import ContractError
+from flashflow.messages import (
+    Ack,
+    BatchReply,
+    Checkpointed,
+    EngineStatus,
+    EngineStatusRequest,
+    EvalReply,
+    Finish,
+    JournalStatus,
+    JournalStatusRequest,
+    NextBatch,
+)
+from flashflow.metrics import staleness_metrics
+from flashflow.records import Manifest, SharedWeights
+from flashflow.roles.publication import PublicationLane
+from flashflow.trainers.base import TrainResult
+from flashflow.transport.channel import Client
+
+
+T = TypeVar("T")
+
+
+class _Stopped(Exception):
+    """The run was told to stop while it waited."""
+
+
+class TrainerLink(Protocol):
+    """The trainer gang as the controller sees it: RPC between processes, direct calls in one."""
+
+    async def open(self, resume: bool) -> int:
+        """Load the newest complete checkpoint if `resume`; returns the number of batches in the weights."""
+        ...
+
+    async def train(self, manifest: Manifest) -> TrainResult: ...
+
+    async def stage(self) -> SharedWeights: ...
+
+    async def save(self) -> Path:
+        """Write a checkpoint of the present step, prune old ones."""
+        ...
+
+
+class Events(Protocol):
+    """Where a person sees what happens."""
+
+    def step(self, record: dict[str, Any]) -> None: ...
+
+    def evaluation(self, version: int, accuracy: float, seconds: float) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How the run ended."""
+
+    step: int
+    reason: str
+    """`steps` | `data` | `stopped`."""
+
+
+class Controller:
+    def __init__(
+        self,
+        *,
+        run: RunSection,
+        checkpoint: CheckpointSection,
+        evaluation: EvalSection,
+        weights: WeightsSection,
+        network: NetworkSection,
+        buffer: Client,
+        proxy: Client,
+        trainer: TrainerLink,
+        events: Events,
+        clock: Clock,
+        resume: bool,
+    ) -> None:
+        self._run = run
+        self._checkpoint = checkpoint
+        self._evaluation = evaluation
+        self._weights = weights
+        self._network = network
+        self._buffer = buffer
+        self._proxy = proxy
+        self._trainer = trainer
+        self._events = events
+        self._clock = clock
+        self._resume = resume
+        self._stop = asyncio.Event()
+        self._evaluations: list[EvalReply] = []
+        self._tokens_generated = 0
+        self._tokens_wasted = 0.0
+        self._saved = -1
+        self._lane = PublicationLane(
+            proxy=proxy,
+            buffer=buffer,
+            weights=weights,
+            evaluation=evaluation,
+            network=network,
+            now=clock.now,
+            on_evaluation=self._evaluated,
+        )
+
+    def stop(self) -> None:
+        """End in order: the step in training is finished, a checkpoint written."""
+        self._stop.set()
+
+    async def run(self) -> Outcome:
+        try:
+            step = await self._trainer.open(self._resume)
+            self._saved = step if step else -1
+            step = await self._redo(step)
+            if step >= self._run.steps:
+                return await self._finish(step, "steps")
+            self._lane.publish(await self._trainer.stage(), evaluate=self._evaluates(step) and not step)
+            return await self._finish(*await self._train_from(step))
+        finally:
+            await self._lane.close()
+
+    async def _redo(self, step: int) -> int:
+        """Repeat the manifests handed out after the checkpoint, publishing nothing before the last (contract 5)."""
+        status = await self._buffer.call(
+            JournalStatusRequest(), JournalStatus, deadline_s=self._network.startup_deadline_s
+        )
+        if status.last_manifest < step:
+            raise ContractError(
+                f"checkpoint of step {step} is ahead of the journal (last manifest {status.last_manifest}): "
+                "checkpoints/ and journal/ of the run folder do not belong together"
+            )
+        if status.last_manifest > step:
+            self._events.note(
+                f"redoing batches {step + 1} to {status.last_manifest} from the checkpoint of step {step}"
+            )
+        for redone in range(step + 1, status.last_manifest + 1):
+            batch = await self._buffer.call(
+                NextBatch(step=redone), BatchReply, deadline_s=self._network.call_deadline_s
+            )
+            if batch.manifest is None:
+                raise ContractError(f"the journal holds no manifest {redone}: {batch.reason}")
+            await self._train(batch.manifest)
+            step = redone
+        return step
+
+    async def _train_from(self, step: int) -> tuple[int, str]:
+        while step < self._run.steps:
+            started = self._clock.now()
+            try:
+                batch = await self._until_stopped(self._next_batch(step + 1))
+            except _Stopped:
+                return step, "stopped"
+            if batch.manifest is None:
+                return step, "data"
+            waited = self._clock.now()
+            result = await self._train(batch.manifest)
+            step += 1
+            trained = self._clock.now()
+            with contextlib.suppress(_Stopped):
+                await self._until_stopped(self._publish(step))
+            synced = self._clock.now()
+            await self._save_if_due(step)
+            with contextlib.suppress(_Stopped):
+                if step == self._run.steps:
+                    await self._until_stopped(self._lane.drained())
+            times = {
+                "time_step_s": self._clock.now() - started,
+                "time_wait_s": waited - started,
+                "time_train_s": trained - waited,
+                "time_sync_s": synced - trained,
+            }
+            await self._report(step, batch, result, times)
+            if self._stop.is_set():
+                return step, "stopped"
+        return step, "steps"
+
+    async def _publish(self, step: int) -> None:
+        """Stage once the version before is served, for its predecessor's segment is the one written to."""
+        await self._lane.served()
+        self._lane.publish(await self._trainer.stage(), evaluate=self._evaluates(step))
+        if self._weights.sync == "blocking":
+            await self._lane.served()
+
+    async def _next_batch(self, step: int) -> BatchReply:
+        """Says why when nothing comes for `stall_report_s`; raises what failed in the lane meanwhile."""
+        waiting_since = reported = self._clock.now()
+        deadline_s = self._network.long_poll_s + self._network.call_deadline_s
+        while True:
+            batch = await self._buffer.call(NextBatch(step=step), BatchReply, deadline_s=deadline_s)
+            if batch.manifest is not None or batch.finished:
+                return batch
+            if failure := self._lane.failure():
+                raise failure
+            if self._clock.now() - reported >= self._network.stall_report_s:
+                reported = self._clock.now()
+                self._events.note(f"no batch {step} for {reported - waiting_since:.0f} s: {batch.reason}")
+
+    async def _until_stopped(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """The result, or _Stopped as soon as the run is told to stop."""
+        task, stop = asyncio.create_task(waiting), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise _Stopped
+        finally:
+            stop.cancel()
+            task.cancel()
+
+    async def _train(self, manifest: Manifest) -> TrainResult:
+        async with asyncio.timeout(self._network.train_step_deadline_s):
+            return await self._trainer.train(manifest)
+
+    def _evaluates(self, step: int) -> bool:
+        every = self._evaluation.every_steps
+        return every > 0 and (step % every == 0 or step == self._run.steps)
+
+    def _evaluated(self, reply: EvalReply) -> None:
+        self._evaluations.append(reply)
+        self._events.evaluation(reply.version, reply.accuracy, reply.seconds)
+
+    async def _save_if_due(self, step: int) -> None:
+        every = self._checkpoint.every_steps
+        if every > 0 and step % every == 0:
+            await self._save(step)
+
+    async def _save(self, step: int) -> None:
+        await self._trainer.save()
+        self._saved = step
+        await self._buffer.call(Checkpointed(step=step), Ack, deadline_s=self._network.call_deadline_s)
+
+    async def _finish(self, step: int, reason: str) -> Outcome:
+        if step > 0 and self._saved != step:
+            await self._save(step)
+        if reason != "stopped":
+            await self._lane.drained()
+        await self._buffer.call(Finish(), Ack, deadline_s=self._network.call_deadline_s)
+        return Outcome(step=step, reason=reason)
+
+    async def _report(self, step: int, batch: BatchReply, result: TrainResult, times: dict[str, float]) -> None:
+        assert batch.manifest is not None
+        status = await self._proxy.call(EngineStatusRequest(), EngineStatus, deadline_s=self._network.call_deadline_s)
+        generated, self._tokens_generated = status.tokens_generated - self._tokens_generated, status.tokens_generated
+        wasted = batch.stats.get("tokens_wasted", 0.0)
+        newly_wasted, self._tokens_wasted = wasted - self._tokens_wasted, wasted
+        record: dict[str, Any] = {
+            "step": step,
+            "version": step,
+            "published_version": self._lane.published.version,
+            "groups": len({row.sample.group for row in batch.manifest.rows}),
+            "samples": len(batch.manifest.rows),
+            "tokens_generated": generated,
+            "tokens_wasted": newly_wasted,
+            "time_publish_s": self._lane.published.sync_s,
+            **times,
+            **staleness_metrics(batch.manifest),
+            **{f"ledger_{name}": value for name, value in batch.stats.items() if name != "tokens_wasted"},
+            **result.metrics,
+        }
+        if self._evaluations:
+            last = self._evaluations[-1]
+            record["eval_accuracy"] = last.accuracy
+            record["evaluations"] = [msgspec.to_builtins(reply) for reply in self._evaluations]
+            self._evaluations = []
+        self._events.step(record)

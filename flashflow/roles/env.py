@@ -1,0 +1,202 @@
+"""env: hosts EnvManagers, one asyncio task per running attempt.
+
+    BUFFER --Lease--> ENV ==Generate==> PROXY        ENV ==Score==> REWARD        ENV --Commit--> BUFFER
+
+waits for: a lease, the tokens of a turn, a score.
+unblocked by: buffer, proxy, reward; every wait has a deadline of the config.
+never: stamps a version, keeps a sample to itself, decides what is trained.
+"""
+
+import asyncio
+import traceback
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from flashflow.clock import Clock
+from flashflow.config.sections import EvalSection, NetworkSection, RolloutSection, SamplingSection
+from flashflow.errors import DeadlineError, PeerLost, RemoteError, RewardError
+from flashflow.messages import (
+    AcquireLease,
+    AttemptFailed,
+    Commit,
+    CommitReply,
+    Generate,
+    GenerateReply,
+    Lease,
+    NoLease,
+    SamplingKey,
+    Score,
+    ScoreReply,
+)
+from flashflow.records import Outcome, Task, Trajectory
+from flashflow.transport.channel import Client
+
+EVAL_SEED_OFFSET = 1 << 62
+"""Keeps evaluation's sampling keys apart from training's."""
+
+
+class PromptCodec:
+    """Text to tokens and back, as the model's tokenizer and chat template have it."""
+
+    def __init__(
+        self,
+        *,
+        encode: Callable[[Task], list[int]],
+        decode: Callable[[Sequence[int]], str],
+        prompt_text: Callable[[Task], str],
+        stop_ids: list[int],
+    ) -> None:
+        self.encode = encode
+        self.decode = decode
+        self.prompt_text = prompt_text
+        self.stop_ids = stop_ids
+
+
+class EnvRole:
+    """`rollout.concurrency` EnvManagers; each leases, generates, scores, commits, and starts again."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        seed: int,
+        codec: PromptCodec,
+        rollout: RolloutSection,
+        sampling: SamplingSection,
+        evaluation: EvalSection,
+        network: NetworkSection,
+        buffer: Client,
+        proxy: Client,
+        rewards: Sequence[Client],
+        clock: Clock,
+    ) -> None:
+        self._name = name
+        self._seed = seed
+        self._codec = codec
+        self._rollout = rollout
+        self._sampling = sampling
+        self._evaluation = evaluation
+        self._network = network
+        self._buffer = buffer
+        self._proxy = proxy
+        self._rewards = rewards
+        self._clock = clock
+        self._running: dict[str, float] = {}
+        self._scored = 0
+
+    async def run(self) -> None:
+        """Until the buffer says that the run is over; raises what breaks a contract."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._rollout.concurrency):
+                group.create_task(self._env_manager())
+
+    def describe(self) -> str:
+        now = self._clock.now()
+        oldest = max((now - since for since in self._running.values()), default=0.0)
+        return f"{self._name}: {len(self._running)} attempts, the oldest for {oldest:.0f} s"
+
+    async def _env_manager(self) -> None:
+        deadline_s = self._network.long_poll_s + self._network.call_deadline_s
+        while True:
+            answer = await self._buffer.call(AcquireLease(), (Lease, NoLease), deadline_s=deadline_s)
+            match answer:
+                case NoLease(finished=True):
+                    return
+                case Lease():
+                    await self._attempt(answer)
+
+    async def _attempt(self, lease: Lease) -> None:
+        label = f"{lease.purpose}-{lease.sample}-e{lease.lease_epoch}"
+        started = self._clock.now()
+        self._running[label] = started
+        try:
+            async with asyncio.timeout(self._rollout.trajectory_deadline_s):
+                trajectory = await self._roll_out(lease, label, started)
+        except TimeoutError:
+            await self._fail(lease, f"rollout.trajectory_deadline_s: {self._rollout.trajectory_deadline_s} s passed")
+        except (PeerLost, DeadlineError, RemoteError) as error:
+            await self._fail(lease, f"{type(error).__name__}: {error}")
+        else:
+            commit = Commit(lease_epoch=lease.lease_epoch, purpose=lease.purpose, trajectory=trajectory)
+            await self._buffer.call(commit, CommitReply, deadline_s=self._network.call_deadline_s)
+        finally:
+            del self._running[label]
+
+    async def _fail(self, lease: Lease, reason: str) -> None:
+        failed = AttemptFailed(
+            sample=lease.sample,
+            lease_epoch=lease.lease_epoch,
+            purpose=lease.purpose,
+            reason=reason,
+            traceback=traceback.format_exc(),
+        )
+        await self._buffer.call(failed, CommitReply, deadline_s=self._network.call_deadline_s)
+
+    async def _roll_out(self, lease: Lease, label: str, started: float) -> Trajectory:
+        prompt_ids = np.asarray(self._codec.encode(lease.task), dtype=np.int32)
+        answer = await self._turn(lease, label, prompt_ids, turn=0)
+        score = await self._score(lease, answer)
+        outcome: Outcome = "truncated" if answer.finish_reason == "length" else "completed"
+        if score.reward is None:
+            outcome = "failed"
+        prompt, sampled = len(prompt_ids), len(answer.token_ids)
+        return Trajectory(
+            sample=lease.sample,
+            tokens=np.concatenate([prompt_ids, answer.token_ids]),
+            mask=np.repeat(np.array([0, 1], np.uint8), [prompt, sampled]),
+            logprobs=np.concatenate([np.zeros(prompt, np.float32), answer.logprobs]),
+            versions=np.concatenate([np.full(prompt, -1, np.int32), answer.versions]),
+            num_turns=1,
+            outcome=outcome,
+            reward=score.reward,
+            reward_components=score.components,
+            finish_reason="reward deadline" if score.timed_out else answer.finish_reason,
+            seconds=self._clock.now() - started,
+        )
+
+    async def _turn(self, lease: Lease, label: str, prompt_ids: np.ndarray, *, turn: int) -> GenerateReply:
+        """All tokens of one turn as one reply."""
+        sample, training = lease.sample, lease.purpose == "train"
+        limit = self._sampling.max_new_tokens
+        if not training and self._evaluation.max_new_tokens is not None:
+            limit = self._evaluation.max_new_tokens
+        seed = self._seed if training else self._seed ^ EVAL_SEED_OFFSET
+        request = Generate(
+            request=f"{self._name}/{label}/t{turn}",
+            session=f"{lease.purpose}-{sample}",
+            key=SamplingKey(seed, sample.group, sample.member, sample.retry, turn),
+            prompt_ids=prompt_ids,
+            generated_ids=np.zeros(0, np.int32),
+            max_new_tokens=limit,
+            temperature=self._sampling.temperature if training else 0.0,
+            stop_ids=self._codec.stop_ids,
+            stop_strings=self._sampling.stop_strings,
+            min_version=lease.min_version,
+            pin_version=lease.pin_version,
+        )
+        stream = self._proxy.stream(request, GenerateReply, idle_deadline_s=self._rollout.turn_deadline_s)
+        parts = [part async for part in stream]
+        if parts[-1].finish_reason == "aborted":
+            raise RemoteError("Aborted", f"{request.request} was aborted at the engine")
+        return GenerateReply(
+            token_ids=np.concatenate([part.token_ids for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            versions=np.concatenate([part.versions for part in parts]),
+            finish_reason=parts[-1].finish_reason,
+        )
+
+    async def _score(self, lease: Lease, answer: GenerateReply) -> ScoreReply:
+        self._scored += 1
+        reward = self._rewards[self._scored % len(self._rewards)]
+        score = Score(
+            sample=lease.sample,
+            purpose=lease.purpose,
+            prompt=self._codec.prompt_text(lease.task),
+            completion=self._codec.decode(answer.token_ids.tolist()),
+            row=lease.task,
+        )
+        reply = await reward.call(score, ScoreReply, deadline_s=self._rollout.turn_deadline_s)
+        if reply.error:
+            raise RewardError(f"the reward function raised on sample {lease.sample}:\n{reply.error}")
+        return reply

@@ -1,0 +1,207 @@
+"""The buffer's side towards envs: leases, their ends, and what becomes of those whose holder is gone."""
+
+import asyncio
+import itertools
+
+from flashflow.clock import Clock
+from flashflow.config.sections import EvalSection, NetworkSection, RolloutSection
+from flashflow.data.base import TaskStream
+from flashflow.errors import ContractError, DeadlineError
+from flashflow.ledger import Verdict
+from flashflow.ledger import events as e
+from flashflow.ledger.book import EPOCHS_PER_OPENING
+from flashflow.messages import AttemptFailed, Commit, EvalReply, Lease, NoLease
+from flashflow.records import SampleId, Task
+from flashflow.roles.bookkeeper import Bookkeeper
+from flashflow.roles.evaluation import Evaluation
+from flashflow.roles.membership import Holding, Leases, Membership
+from flashflow.transport.channel import Peer
+
+LEASE_DEADLINES = 2
+"""A lease held for so many rollout.trajectory_deadline_s got lost on its way, for an env ends it after one."""
+REASON_CHARACTERS = 4000
+"""How much of a failure is journalled: its end, where the exception is."""
+
+
+class Leasing:
+    def __init__(
+        self,
+        *,
+        books: Bookkeeper,
+        members: Membership,
+        tasks: TaskStream,
+        rollout: RolloutSection,
+        evaluation: EvalSection,
+        network: NetworkSection,
+        clock: Clock,
+    ) -> None:
+        self._books = books
+        self._members = members
+        self._tasks = tasks
+        self._rollout = rollout
+        self._evaluation = evaluation
+        self._long_poll_s = network.long_poll_s
+        self._clock = clock
+        self._leases = Leases()
+        self._eval_tasks: list[Task] = []
+        self._eval_epochs = itertools.count(books.ledger.opening * EPOCHS_PER_OPENING)
+        self._evaluating: Evaluation | None = None
+        self._over = False
+
+    async def acquire(self, peer: Peer) -> Lease | NoLease:
+        """A lease as soon as there is one; after the long poll the reason why not."""
+        until = self._clock.now() + self._long_poll_s
+        while True:
+            if self._members.fenced(peer):
+                return NoLease(reason=f"{peer} is superseded by a newer incarnation", finished=True)
+            if self._over:
+                return NoLease(reason="the run is over", finished=True)
+            lease = self._lease(peer)
+            if lease is not None:
+                return lease
+            remaining_s = until - self._clock.now()
+            if remaining_s <= 0:
+                return NoLease(reason=self.idle_reason())
+            await self._books.lease_news.wait(remaining_s)
+
+    def commit(self, commit: Commit) -> Verdict:
+        sample, epoch = commit.trajectory.sample, commit.lease_epoch
+        if commit.purpose == "eval":
+            return self._eval_commit(commit)
+        verdict = self._books.ledger.judge(sample, epoch)
+        if verdict == "accepted":
+            self._books.commit(commit)
+        elif verdict == "superseded":
+            wasted = commit.trajectory.num_sampled
+            self._books.record(e.Superseded(sample.group, sample.member, epoch, wasted))
+        self._leases.end(sample, epoch)
+        return verdict
+
+    def attempt_failed(self, failed: AttemptFailed) -> Verdict:
+        if failed.purpose == "eval":
+            evaluation = self._evaluating
+            verdict = evaluation.judge(failed.sample, failed.lease_epoch) if evaluation else "superseded"
+            if evaluation and verdict == "accepted":
+                evaluation.fail(failed.sample, failed.lease_epoch)
+            return verdict
+        verdict = self._books.ledger.judge(failed.sample, failed.lease_epoch)
+        self._leases.end(failed.sample, failed.lease_epoch)
+        if verdict == "accepted":
+            self._fail(failed.sample, f"{failed.reason}\n{failed.traceback}")
+        return verdict
+
+    async def evaluate(self, version: int, asked_by: Peer) -> EvalReply:
+        """Raises DeadlineError after evaluation.deadline_s; ContractError when the asker already has one running."""
+        if self._evaluating is not None:
+            if self._evaluating.asked_by == asked_by:
+                raise ContractError(f"{asked_by}: version {self._evaluating.version} is still being evaluated")
+            self._evaluating.abandon()
+        if not self._eval_tasks:
+            self._eval_tasks = self._tasks.eval_tasks(self._evaluation.problems)
+        evaluation = self._evaluating = Evaluation(version, self._eval_tasks, self._eval_epochs, asked_by)
+        self._books.lease_news.notify()
+        started = self._clock.now()
+        try:
+            async with asyncio.timeout(self._evaluation.deadline_s):
+                await evaluation.ended()
+        except TimeoutError:
+            raise DeadlineError(
+                f"evaluation of version {version}: {evaluation.num_missing} of {evaluation.num_problems} problems "
+                f"missing after evaluation.deadline_s {self._evaluation.deadline_s}"
+            ) from None
+        finally:
+            if self._evaluating is evaluation:
+                self._evaluating = None
+        return evaluation.reply(self._clock.now() - started)
+
+    def take_back_orphans(self) -> None:
+        """Leases whose holder is lost or superseded go to others: next epoch, same retry."""
+        for held in self._leases:
+            if not self._members.may_hold(held.peer):
+                self._leases.end(held.sample, held.epoch)
+                if self._current(held):
+                    self._books.record(e.LeaseExpired(held.sample.group, held.sample.member))
+        if self._evaluating is not None:
+            for held in self._evaluating.leases:
+                if not self._members.may_hold(held.peer):
+                    self._evaluating.take_back(held)
+                    self._books.lease_news.notify()
+
+    def take_back_forgotten(self) -> None:
+        """Leases held past any deadline of their env count as broken attempts."""
+        limit_s = LEASE_DEADLINES * self._rollout.trajectory_deadline_s
+        before = self._clock.now() - limit_s
+        for held in self._leases.older_than(before):
+            self._leases.end(held.sample, held.epoch)
+            if self._current(held):
+                self._fail(held.sample, f"{held.peer} neither committed nor failed it within {limit_s:g} s")
+        if self._evaluating is not None:
+            for held in self._evaluating.leases.older_than(before):
+                self._evaluating.fail(held.sample, held.epoch)
+
+    def finish(self) -> None:
+        """Nothing is leased any more."""
+        self._over = True
+        self._books.lease_news.notify()
+
+    def idle_reason(self) -> str:
+        """Why there is nothing to lease."""
+        if self._books.fatal:
+            return "the run stops: " + self._books.fatal.splitlines()[0]
+        closed = self._books.ledger.closed()
+        if closed or self._books.ledger.queue:
+            return closed or "attempts wait for an env"
+        return "the data has ended" if self._books.data_ended() else "a group waits to be admitted"
+
+    def describe(self) -> list[str]:
+        """Who holds what for how long, oldest first."""
+        now = self._clock.now()
+        lines = [
+            f"  {held.sample} epoch {held.epoch}: {held.peer} for {now - held.since:.1f} s"
+            + ("" if self._current(held) else ", of an expired group")
+            for held in self._leases
+        ]
+        if self._evaluating is not None:
+            evaluation = self._evaluating
+            lines.append(f"  evaluation of version {evaluation.version}: {evaluation.num_missing} problems missing")
+            lines += [
+                f"  problem {held.sample.group}: {held.peer} for {now - held.since:.1f} s" for held in evaluation.leases
+            ]
+        return lines
+
+    def _lease(self, peer: Peer) -> Lease | None:
+        if not self._members.may_hold(peer):
+            return None
+        now = self._clock.now()
+        if self._evaluating is not None and (lease := self._evaluating.lease(peer, now)) is not None:
+            return lease
+        given = self._books.lease() if not self._books.fatal else None
+        if given is None:
+            return None
+        leased, task = given
+        ledger = self._books.ledger
+        sample = ledger.groups[leased.group].sample(leased.member)
+        self._leases.give(Holding(peer, sample, leased.epoch, now))
+        return Lease(
+            sample=sample,
+            lease_epoch=leased.epoch,
+            purpose="train",
+            task=task,
+            min_version=ledger.min_version(leased.group),
+        )
+
+    def _eval_commit(self, commit: Commit) -> Verdict:
+        evaluation = self._evaluating
+        if evaluation is None:
+            return "superseded"
+        verdict = evaluation.judge(commit.trajectory.sample, commit.lease_epoch)
+        if verdict == "accepted":
+            evaluation.score(commit.trajectory, commit.lease_epoch)
+        return verdict
+
+    def _current(self, held: Holding) -> bool:
+        """False once the group ended under its holder."""
+        return self._books.ledger.judge(held.sample, held.epoch) == "accepted"
+
+    def _fail(self, sample: SampleId, reason: str) -> None:
+        self._books.fail(sample, reason[-REASON_CHARACTERS:])

@@ -1,0 +1,58 @@
+"""Which groups batch k takes, such that every other one can still be taken in time (contract 2). Pure.
+
+A sample with initiating version v may be in batch k iff (k - 1) - v <= ceil(alpha), for k - 1 is the trainer's version
+when k is handed over; so its last batch, its *due*, is v + ceil(alpha) + 1. A group is due with its oldest member.
+"""
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from flashflow.admission import max_staleness
+
+
+class Aged(NamedTuple):
+    """An outstanding group, in the order in which groups are taken: by due, then id."""
+
+    due: int
+    """Last batch that may take it; a lower bound while members are uncommitted."""
+    group: int
+    complete: bool
+
+
+class Selection(NamedTuple):
+    """The groups of a batch; when there are none, `reason` says why to a person."""
+
+    groups: list[int]
+    reason: str = ""
+
+
+def last_batch(initiating_version: int, alpha: float) -> int:
+    """Due of a sample."""
+    return initiating_version + max_staleness(alpha) + 1
+
+
+def in_time(rest: Iterable[Aged], step: int, batch_groups: int) -> bool:
+    """Whether the groups left over after batch `step` fit, oldest first, into the batches after it.
+
+    Same as: for every j > step at most (j - step) Bg of them are due by j, and none by step (Hall's condition).
+    """
+    return all(aged.due >= step + 1 + index // batch_groups for index, aged in enumerate(sorted(rest)))
+
+
+def select(
+    outstanding: Iterable[Aged], *, step: int, batch_groups: int, on_stale: Literal["wait", "drop"], ending: bool
+) -> Selection:
+    """The oldest Bg complete groups; under `wait` only when every other group stays in time.
+
+    Where waiting cannot help, because none of the oldest Bg groups is incomplete, the batch goes out all the same.
+    `ending`: the data has ended, so the last batch takes what is left, be it fewer than Bg.
+    """
+    order = [aged for aged in sorted(outstanding) if aged.due >= step or not aged.complete]
+    chosen = [aged for aged in order if aged.complete and aged.due >= step][:batch_groups]
+    left_over = set(order).difference(chosen)
+    if len(chosen) < batch_groups and not (ending and chosen and not left_over):
+        return Selection([], f"batch {step} has {len(chosen)} of {batch_groups} complete groups")
+    awaited = [aged for aged in order[:batch_groups] if not aged.complete]
+    if on_stale == "wait" and awaited and not in_time(left_over, step, batch_groups):
+        return Selection([], f"batch {step} waits for group {awaited[0].group}, which is due by batch {awaited[0].due}")
+    return Selection([aged.group for aged in chosen])

@@ -1,0 +1,60 @@
+"""What a batch looked like when it was handed over. Pure; knows no torch."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from flashflow.algorithms.filters import zero_variance
+from flashflow.packing import MicroBatch
+from flashflow.records import Manifest, Trajectory
+from flashflow.trainers.scorable import is_scorable
+
+
+def batch_metrics(manifest: Manifest, rows: Sequence[Trajectory]) -> dict[str, float]:
+    """Rewards, response lengths and staleness of the batch; rewards over scorable rows, lengths over all.
+
+    reward_std is the population's. staleness = trainer's version at hand-over minus the row's oldest version, of rows
+    that sampled a token; `staleness_{n}` is the share of those rows with staleness n.
+    """
+    metrics: dict[str, float] = {}
+    rewards = [row.reward for row in rows if row.reward is not None and is_scorable(row)]
+    if rewards:
+        metrics |= {"reward_mean": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
+    lengths = [row.num_sampled for row in rows]
+    metrics |= {
+        "response_length_mean": float(np.mean(lengths)),
+        "response_length_max": float(max(lengths)),
+        "truncated_fraction": _share([row.outcome == "truncated" for row in rows]),
+        "failed_fraction": _share([not is_scorable(row) for row in rows]),
+        "no_signal_fraction": _share(_without_signal(rows)),
+        "num_samples": float(len(rows)),
+    }
+    return metrics | _staleness(manifest.step - 1, rows)
+
+
+def packing_metrics(micro_batches: Sequence[MicroBatch], rows: Sequence[Trajectory]) -> dict[str, float]:
+    """padding_fraction: share of the tokens computed that are padding."""
+    computed = sum(micro_batch.padded_tokens for micro_batch in micro_batches)
+    real = sum(row.num_tokens for row in rows)
+    return {"num_micro_batches": float(len(micro_batches)), "padding_fraction": 1 - real / computed}
+
+
+def _without_signal(rows: Sequence[Trajectory]) -> list[bool]:
+    """One per group."""
+    groups: dict[int, list[float | None]] = defaultdict(list)
+    for row in rows:
+        groups[row.sample.group].append(row.reward if is_scorable(row) else None)
+    return [zero_variance(rewards) for rewards in groups.values()]
+
+
+def _staleness(version: int, rows: Sequence[Trajectory]) -> dict[str, float]:
+    ages = [version - oldest for oldest in (row.initiating_version for row in rows) if oldest is not None]
+    if not ages:
+        return {}
+    shares = {f"staleness_{age}": ages.count(age) / len(ages) for age in sorted(set(ages))}
+    return {"staleness_mean": float(np.mean(ages)), "staleness_max": float(max(ages)), **shares}
+
+
+def _share(flags: Sequence[bool]) -> float:
+    return sum(flags) / len(flags) if flags else 0.0

@@ -1,0 +1,10 @@
+"""Which samples count. Knows no torch."""
+
+import math
+
+from flashflow.records import Trajectory
+
+
+def is_scorable(row: Trajectory) -> bool:
+    """It has a usable reward; else it leaves baseline, numerator and denominator (it is masked out whole)."""
+    return row.outcome != "failed" and row.reward is not None and math.isfinite(row.reward)

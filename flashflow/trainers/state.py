@@ -1,0 +1,59 @@
+"""Model, optimizer and random states to and from a checkpoint folder, through torch.distributed.checkpoint.
+
+Every rank writes and reads its shards; a checkpoint of one number of ranks loads onto another.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
+
+
+def describe_parameters(model: nn.Module) -> dict[str, str]:
+    """Name -> `float32[300, 64]`; of tied parameters the first name."""
+    return {
+        name: f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
+        for name, parameter in model.named_parameters()
+    }
+
+
+def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A collective of all ranks; files are flushed to the disk."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {MODEL: model_state, OPTIMIZER: optimizer_state, RANDOM: _random_states()}
+    state_dict_saver.save(state, storage_writer=filesystem.FileSystemWriter(folder, sync_files=True))
+
+
+def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """In place; a collective of all ranks."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state_dict_loader.load({MODEL: model_state, OPTIMIZER: optimizer_state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    random_states = _random_states()
+    # Partial: the checkpoint may come from fewer ranks, or from a machine without accelerators.
+    state_dict_loader.load(
+        {RANDOM: random_states}, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True)
+    )
+    for name, random_state in random_states.items():
+        _set_random_state(name, random_state)
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    """By rank, for each rank has its own."""
+    states = {f"cpu-{dist.get_rank()}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"cuda-{dist.get_rank()}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_state(name: str, state: torch.Tensor) -> None:
+    if name.startswith("cuda"):
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)

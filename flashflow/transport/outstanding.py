@@ -1,0 +1,96 @@
+"""A caller's side of its calls: what is outstanding, and how much may be."""
+
+import asyncio
+from collections import deque
+
+from flashflow.errors import FlashflowError, PeerLost, TransportError
+from flashflow.messages import Message
+from flashflow.transport.channel import ReplyT
+from flashflow.transport.codec import Frame
+from flashflow.transport.envelope import Lane
+
+
+class Pending:
+    """One call or stream that waits for its answer."""
+
+    def __init__(self, message: str, lane: Lane, frames: list[Frame], *, streamed: bool) -> None:
+        self.message = message
+        """Its type's name, for errors."""
+        self.lane: Lane = lane
+        self.frames = frames
+        self.streamed = streamed
+        self.sequence = 0
+        """From 1; 0 until it has got a credit and is sent."""
+        self.answered = False
+        """The final reply, or a failure, has come."""
+        self._items: asyncio.Queue[Message | FlashflowError] = asyncio.Queue()
+
+    def put(self, item: Message | FlashflowError, *, final: bool) -> None:
+        if not self.answered:
+            self.answered = final
+            self._items.put_nowait(item)
+
+    async def take(self) -> tuple[Message, bool]:
+        """The next reply and whether it is the last. Raises what the call failed with."""
+        item = await self._items.get()
+        if isinstance(item, FlashflowError):
+            raise item
+        return item, self.answered and self._items.empty()
+
+
+class Credits:
+    """How many calls may be outstanding at once. Waiters are served in order; the limit dies with the connection."""
+
+    def __init__(self) -> None:
+        self._limit = 0
+        self._used = 0
+        self._closed = ""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def acquire(self) -> None:
+        """Waits for a credit. Raises PeerLost when the client is closed."""
+        if self._closed:
+            raise PeerLost(self._closed)
+        if self._used < self._limit and not self._waiting:
+            self._used += 1
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.release()  # the credit came together with the cancellation
+            else:
+                self._waiting = deque(other for other in self._waiting if other is not waiter)
+            raise
+
+    def release(self) -> None:
+        self._used -= 1
+        self._hand_out()
+
+    def set_limit(self, limit: int) -> None:
+        self._limit = limit
+        self._hand_out()
+
+    def close(self, reason: str) -> None:
+        self._closed = reason
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_exception(PeerLost(reason))
+
+    def _hand_out(self) -> None:
+        while self._waiting and self._used < self._limit:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                self._used += 1
+                waiter.set_result(None)
+
+
+def checked(answer: Message, reply: type[ReplyT] | tuple[type[ReplyT], ...], *, asked: str, by: str) -> ReplyT:
+    """The answer, as one of the types the caller expects. Raises TransportError."""
+    if not isinstance(answer, reply):
+        expected = " or ".join(kind.__name__ for kind in (reply if isinstance(reply, tuple) else (reply,)))
+        raise TransportError(f"{by} answered {asked} with {type(answer).__name__}, expected {expected}")
+    return answer

@@ -1,0 +1,123 @@
+"""Control of the trainer gang by torch.distributed RPC (TensorPipe). A world lives and dies whole: one per gang generation.
+
+RPC pickles by nature, so only names of methods and msgpack bytes cross it, a few kB each; trajectories never do (contract 6).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import torch
+from torch.distributed import rpc
+
+from flashflow.errors import ContractError, DeadlineError, FlashflowError, RemoteError
+from flashflow.records import Manifest, SharedWeights
+from flashflow.trainers.base import TrainResult
+
+CONTROLLER = "controller-0"
+NUM_THREADS = 4
+
+Serve = Callable[[str, bytes], Awaitable[bytes]]
+_served: tuple[asyncio.AbstractEventLoop, Serve] | None = None
+
+
+def trainer_name(rank: int) -> str:
+    return f"trainer-{rank}"
+
+
+def join(name: str, *, rank: int, world_size: int, store: Path, deadline_s: float) -> None:
+    """Enter the world of this generation; returns when all members are in. Raises DeadlineError naming the world."""
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=NUM_THREADS, rpc_timeout=deadline_s, init_method=f"file://{store.resolve()}"
+    )
+    try:
+        rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+    except (RuntimeError, ValueError) as error:
+        raise DeadlineError(f"{name} could not enter the RPC world of {world_size} at {store}: {error}") from error
+
+
+def leave() -> None:
+    """Without waiting for the others: a dead one must not hold the living."""
+    rpc.shutdown(graceful=False)
+
+
+def serve(loop: asyncio.AbstractEventLoop, handler: Serve) -> None:
+    """Answer calls of the controller with `handler`, run on `loop`."""
+    global _served
+    _served = (loop, handler)
+
+
+def _answer(method: str, payload: bytes) -> tuple[str, bytes]:
+    """Runs in an RPC thread of the callee; returns (name of the exception, its text) or ("", answer)."""
+    if _served is None:
+        return "ContractError", b"this rank does not serve calls yet"
+    loop, handler = _served
+    try:
+        return "", asyncio.run_coroutine_threadsafe(_as_coroutine(handler, method, payload), loop).result()
+    except FlashflowError as error:
+        return type(error).__name__, str(error).encode()
+
+
+async def _as_coroutine(handler: Serve, method: str, payload: bytes) -> bytes:
+    return await handler(method, payload)
+
+
+class RpcTrainerLink:
+    """A controller's TrainerLink onto rank 0 of the trainer gang."""
+
+    def __init__(self, *, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+
+    async def open(self, resume: bool) -> int:
+        return msgspec.msgpack.decode(await self._call("open", msgspec.msgpack.encode(resume)), type=int)
+
+    async def train(self, manifest: Manifest) -> TrainResult:
+        answer = await self._call("train", msgspec.msgpack.encode(manifest))
+        return msgspec.msgpack.decode(answer, type=TrainResult)
+
+    async def stage(self) -> SharedWeights:
+        return msgspec.msgpack.decode(await self._call("stage", b""), type=SharedWeights)
+
+    async def save(self) -> Path:
+        return Path((await self._call("save", b"")).decode())
+
+    async def _call(self, method: str, payload: bytes) -> bytes:
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[tuple[str, bytes]] = loop.create_future()
+        future = rpc.rpc_async(trainer_name(0), _answer, args=(method, payload), timeout=self._deadline_s)
+
+        def done(finished: "torch.futures.Future[tuple[str, bytes]]") -> None:
+            loop.call_soon_threadsafe(_settle, answered, finished)
+
+        future.then(done)
+        kind, answer = await answered
+        if kind in _ERRORS:
+            raise _ERRORS[kind](answer.decode())
+        if kind:
+            raise RemoteError(kind, answer.decode())
+        return answer
+
+
+_ERRORS: dict[str, type[FlashflowError]] = {"ContractError": ContractError, "DeadlineError": DeadlineError}
+
+
+def _settle(answered: "asyncio.Future[tuple[str, bytes]]", finished: "torch.futures.Future[tuple[str, bytes]]") -> None:
+    if answered.done():
+        return
+    try:
+        answered.set_result(finished.value())
+    except RuntimeError as error:
+        answered.set_exception(DeadlineError(f"{trainer_name(0)} did not answer over RPC: {error}"))
+
+
+def init_process_group(device: str, *, rank: int, world_size: int, store: Path, deadline_s: float) -> None:
+    """The trainer ranks' collectives: NCCL on GPUs, Gloo on CPUs."""
+    torch.distributed.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{store.resolve()}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=deadline_s),
+    )
