@@ -27,7 +27,7 @@ def load_model(
     """A fresh transformers causal LM from a folder or hub name, in eval mode. Raises ConfigError when it is none."""
     target = resolve_device(device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=_DTYPES[dtype])
+        model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=_DTYPES[dtype])
     except (OSError, ValueError) as error:
         raise ConfigError([f"model.path: {path} holds no causal language model: {error}"]) from error
     return model.to(target).eval()

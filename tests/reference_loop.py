@@ -63,9 +63,9 @@ def reference_loop(config: Config) -> tuple[list[dict[str, float]], dict[str, to
                 starts.append(len(prompt))
                 text = tokenizer.decode(rows[-1][len(prompt) :], skip_special_tokens=True)
                 rewards.append(asyncio.run(reward.score(row["prompt"], text, row))[0])
-        by_group = torch.tensor(rewards, dtype=torch.float32).view(groups, members)
+        by_group = torch.tensor(rewards, dtype=torch.float64).view(groups, members)
         centred = by_group - by_group.mean(1, keepdim=True)
-        advantages = (centred / (by_group.std(1, keepdim=True) + 1e-6)).flatten()
+        advantages = (centred / (by_group.std(1, keepdim=True) + 1e-6)).flatten().float()
         losses = []
         for micro in pack([len(row) for row in rows], config.batch.micro_batch_tokens):
             tokens = torch.tensor([rows[i] + [0] * (micro.length - len(rows[i])) for i in micro.rows])

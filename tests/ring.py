@@ -75,7 +75,7 @@ def environment() -> dict[str, str]:
 
 
 def command(config: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "flashflow.cli", "train", str(config), *arguments]
+    return [sys.executable, "-m", "flashflow", "train", str(config), *arguments]
 
 
 def train(config: Path, *arguments: str, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:

@@ -166,7 +166,7 @@ def _wrong_values(error: ValidationError, names: list[str]) -> list[Mistake]:
             shown = "" if isinstance(detail["input"], Mapping) else f" (got {detail['input']!r})"
             found.append((path, message + shown))
         else:
-            spoken = [name for name in names if name in message] or names
+            spoken = sorted((name for name in names if name in message), key=message.index) or names
             found.append((spoken[0], message))
     return found
 

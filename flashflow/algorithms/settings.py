@@ -140,6 +140,11 @@ class LossConfig(Settings):
     def _options_fit_the_surrogate(self) -> Self:
         if self.rho_low >= self.rho_high:
             raise ValueError(f"rho_low = {self.rho_low} must be below rho_high = {self.rho_high}")
+        if self.anchor == "behaviour" and self.loss is None and self.surrogate not in ANCHORED:
+            raise ValueError(
+                f"anchor behaviour has no effect: surrogate {self.surrogate} does not use it, only "
+                f"{', '.join(sorted(ANCHORED))} would: remove it"
+            )
         problem = self.correction_problem
         if problem:
             raise ValueError(problem)

@@ -8,10 +8,10 @@ import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, assert_never
 
 from flashflow.config.sections import HuggingFaceData, JsonlData, ParquetData, ReasoningGymData, Source
+from flashflow.data.packages import optional_package
 from flashflow.data.plain import plain
 from flashflow.data.split import is_held_out
 from flashflow.errors import ConfigError
@@ -82,13 +82,13 @@ class ArrowRows(Sequence[Row]):
 
 
 def read_parquet(path: Path) -> Sequence[Row]:
-    parquet = _package("pyarrow.parquet", "pyarrow")
+    parquet = optional_package("pyarrow.parquet", "pyarrow", "data.source")
     return ArrowRows(parquet.read_table(_existing(path)))
 
 
 def read_hugging_face(source: HuggingFaceData) -> Rows:
     """A folder written by save_to_disk, or else whatever `load_dataset` takes."""
-    datasets = _package("datasets", "datasets")
+    datasets = optional_package("datasets", "datasets", "data.source")
     folder = Path(source.path)
     if (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists():
         return _saved_dataset(datasets.load_from_disk(source.path), source)
@@ -132,7 +132,7 @@ def read_reasoning_gym(source: ReasoningGymData) -> Rows:
 
 
 def _reasoning_gym_entries(source: ReasoningGymData) -> Iterable[Mapping[str, Any]]:
-    reasoning_gym = _package("reasoning_gym", "reasoning-gym")
+    reasoning_gym = optional_package("reasoning_gym", "reasoning-gym", "data.source")
     known = list(importlib.import_module("reasoning_gym.factory").DATASETS)
     if source.task not in known:
         near = ", ".join(difflib.get_close_matches(source.task, known, n=3)) or "none"
@@ -150,11 +150,3 @@ def _existing(path: Path) -> Path:
     if not path.is_file():
         raise ConfigError([f"data.source: no file {path} (looked from {Path.cwd()})"])
     return path
-
-
-def _package(module: str, distribution: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        remedy = f"pip install {distribution}"
-        raise ConfigError([f"data.source needs the package {distribution} ({error}): {remedy}"]) from error

@@ -9,7 +9,7 @@ from flashflow.engines.base import Engine
 def make_engine(section: EngineSection, model: Any, tokenizer: Any = None) -> Engine:
     """The engine of the config's kind.
 
-    model: a transformers causal LM of the engine's own (flashflow.models.load_model), taken over. tokenizer: for stop strings.
+    model: a transformers causal LM (flashflow.models.load_model), taken over. tokenizer: for stop strings.
     Raises ConfigError when the engine cannot keep what the section promises.
     """
     from flashflow.engines.embedded.engine import TorchEngine

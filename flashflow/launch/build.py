@@ -91,10 +91,10 @@ def proxy(config: Config, transport: Transport, clock: Clock) -> "ProxyRole":
     )
 
 
-def reward(config: Config) -> "RewardRole":
+def reward(config: Config, *, workers: bool) -> "RewardRole":
     from flashflow.roles.reward import RewardRole
 
-    return RewardRole(config.reward, startup_deadline_s=config.network.startup_deadline_s)
+    return RewardRole(config.reward, startup_deadline_s=config.network.startup_deadline_s, workers=workers)
 
 
 def engine(config: Config, index: int, clock: Clock, executor: Executor | None) -> "EngineRole":

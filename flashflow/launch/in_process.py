@@ -53,7 +53,7 @@ async def ring(
         closers.append(buffer.close)
         await serve("buffer", 0, buffer)
         for index in range(config.placement.reward):
-            reward = build.reward(config)
+            reward = build.reward(config, workers=False)
             closers.append(reward.close)
             await serve("reward", index, reward)
         for index in range(config.placement.engine):

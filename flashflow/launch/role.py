@@ -130,7 +130,7 @@ class RoleProcess:
             await buffer.close()
 
     async def _reward(self) -> None:
-        reward = build.reward(self.config)
+        reward = build.reward(self.config, workers=True)
         try:
             await reward.start()
             await self._serve(reward)

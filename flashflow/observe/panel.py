@@ -119,8 +119,8 @@ def _facts(snapshot: Snapshot) -> list[tuple[str, str]]:
         ("step", f"{seconds:.1f} s"),
         ("waiting", f"{100 * float(record.get('time_wait_s', 0.0)) / seconds:.0f} %"),
     ]
-    if "groups_ready" in record:
-        facts.append(("buffer", f"{record['groups_ready']:g} groups ready"))
+    if "ledger_buffer_fill" in record:
+        facts.append(("buffer", f"{100 * float(record['ledger_buffer_fill']):.0f} % of a batch ready"))
     return facts
 
 

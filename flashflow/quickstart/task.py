@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flashflow.data.packages import optional_package
 from flashflow.data.split import is_held_out
 from flashflow.quickstart.recipe import Recipe
 
@@ -27,8 +28,7 @@ def exact_answer(completion: str, answer: str, **row: Any) -> float:
 
 def training_problems(recipe: Recipe, seed: int) -> Iterator[Mapping[str, Any]]:
     """Endless: questions that data.sources does not hold out, with `question`, `answer` and `metadata`."""
-    import reasoning_gym
-
+    reasoning_gym = optional_package("reasoning_gym", "reasoning-gym", "model.path: builtin:quickstart")
     first = SEED_STRIDE * (seed + 1)
     problems = reasoning_gym.create_dataset(recipe.task, **recipe.options, size=2**31 - 1, seed=first)
     index = 0

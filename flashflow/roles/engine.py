@@ -1,6 +1,6 @@
 """engine: decodes for the proxy; owns one inference engine and the thread that computes.
 
-    PROXY ==Generate==> ENGINE: decode step, decode step, ...      trainer ~~shared memory~~> ENGINE, swapped between two steps
+    PROXY ==Generate==> ENGINE: step, step, ...      trainer ~~shared memory~~> ENGINE, swapped between two steps
 
 waits for: a request, when it has none; otherwise for nothing but its own decode steps.
 unblocked by: Generate, Resume.
@@ -184,7 +184,7 @@ class EngineRole:
             ) from error
 
     async def _abort(self, requests: list[str]) -> None:
-        await self._compute(lambda: [self._engine.abort(name) for name in requests])
+        await self._compute(self._abort_all, requests)
         for name in self._answers.keys() & set(requests):
             self._answers[name].end("aborted")
 
@@ -213,20 +213,20 @@ class EngineRole:
         news = self._engine.step()
         return news, not (self._engine.num_running or self._engine.num_waiting)
 
+    def _abort_all(self, requests: list[str]) -> None:
+        for name in requests:
+            self._engine.abort(name)
+
     def _submit(self, request: Generate) -> None:
-        version = self._engine.version
+        version, asker = self._engine.version, f"{self._name}: request {request.request}"
         if version < request.min_version:
-            raise ContractError(
-                f"{self._name}: request {request.request} needs version {request.min_version}, served is {version}"
-            )
+            raise ContractError(f"{asker} needs version {request.min_version}, but {version} is served")
         if request.pin_version is not None and request.pin_version != version:
-            raise ContractError(
-                f"{self._name}: request {request.request} is pinned to version {request.pin_version}, served is {version}"
-            )
+            raise ContractError(f"{asker} is pinned to version {request.pin_version}, but {version} is served")
         self._engine.submit(request)
 
     def _swap(self, weights: SharedWeights) -> int:
-        """The version served from now on. Raises WeightsError, and serves what it served before, when they do not fit."""
+        """The version served from now on. Raises WeightsError when they do not fit; then nothing has changed."""
         served = self._engine.version
         if weights.version == served:
             return served

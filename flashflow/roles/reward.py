@@ -30,8 +30,13 @@ class RewardRole:
     """Raises ConfigError when the reward function cannot be found or called."""
 
     def __init__(
-        self, section: RewardSection, *, startup_deadline_s: float = NetworkSection().startup_deadline_s
+        self,
+        section: RewardSection,
+        *,
+        startup_deadline_s: float = NetworkSection().startup_deadline_s,
+        workers: bool = True,
     ) -> None:
+        """workers: False calls sync functions here and now, where a debugger sees them and nothing can kill them."""
         self._section = section
         self._function = load_reward(section.function, section.arguments)
         self._running = 0
@@ -39,7 +44,7 @@ class RewardRole:
         self._timed_out = 0
         self._died = 0
         self.pool: WorkerPool | None = None
-        if not self._function.asynchronous:
+        if workers and not self._function.asynchronous:
             job = Job(section.function, section.arguments, sys.path)
             self.pool = WorkerPool(job, min(MAX_WORKERS, os.cpu_count() or 1), startup_deadline_s)
 
@@ -94,6 +99,9 @@ class RewardRole:
         return ScoreReply(reward=answer.reward, components=answer.components, error=answer.error)
 
     async def _in_loop(self, score: Score) -> ScoreReply:
+        if not self._function.asynchronous:
+            scored = self._function.score_now(score.prompt, score.completion, score.row.row)
+            return ScoreReply(reward=scored.reward, components=scored.components)
         async with asyncio.timeout(self._section.deadline_s):
             scored = await self._function.score(score.prompt, score.completion, score.row.row)
         return ScoreReply(reward=scored.reward, components=scored.components)

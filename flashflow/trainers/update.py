@@ -25,6 +25,7 @@ class Updater:
             weight_decay=section.weight_decay,
             foreach=True,
         )
+        self._start_moments()
         self.skipped_in_row = 0
         self.skipped_total = 0
 
@@ -52,6 +53,16 @@ class Updater:
         section = self._section
         for group in self.optimizer.param_groups:
             group.update(lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay)
+
+    def _start_moments(self) -> None:
+        # Left to itself AdamW makes them at its first step, and torch's state-dict functions take a step of their own
+        # where there are none yet, which counts: a checkpoint before the first step would then change the run.
+        for parameter in self._parameters:
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter.detach()),
+                "exp_avg_sq": torch.zeros_like(parameter.detach()),
+            }
 
     def _skip(self, step: int) -> None:
         self.skipped_in_row += 1

@@ -4,6 +4,7 @@ RPC pickles by nature, so only names of methods and msgpack bytes cross it, a fe
 """
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ NUM_THREADS = 4
 
 Serve = Callable[[str, bytes], Awaitable[bytes]]
 _served: tuple[asyncio.AbstractEventLoop, Serve] | None = None
+_serving = threading.Event()
 
 
 def trainer_name(rank: int) -> str:
@@ -47,12 +49,16 @@ def serve(loop: asyncio.AbstractEventLoop, handler: Serve) -> None:
     """Answer calls of the controller with `handler`, run on `loop`."""
     global _served
     _served = (loop, handler)
+    _serving.set()
 
 
-def _answer(method: str, payload: bytes) -> tuple[str, bytes]:
-    """Runs in an RPC thread of the callee; returns (name of the exception, its text) or ("", answer)."""
-    if _served is None:
-        return "ContractError", b"this rank does not serve calls yet"
+def _answer(method: str, payload: bytes, deadline_s: float) -> tuple[str, bytes]:
+    """Runs in an RPC thread of the callee; returns (name of the exception, its text) or ("", answer).
+
+    A member is in the world before its model is loaded: the first call waits for that.
+    """
+    if not _serving.wait(deadline_s) or _served is None:
+        return "DeadlineError", f"the trainer was not ready to serve within {deadline_s:.0f} s".encode()
     loop, handler = _served
     try:
         return "", asyncio.run_coroutine_threadsafe(_as_coroutine(handler, method, payload), loop).result()
@@ -86,7 +92,7 @@ class RpcTrainerLink:
     async def _call(self, method: str, payload: bytes) -> bytes:
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[tuple[str, bytes]] = loop.create_future()
-        future = rpc.rpc_async(trainer_name(0), _answer, args=(method, payload), timeout=self._deadline_s)
+        future = rpc.rpc_async(trainer_name(0), _answer, args=(method, payload, self._deadline_s), timeout=self._deadline_s)
 
         def done(finished: "torch.futures.Future[tuple[str, bytes]]") -> None:
             loop.call_soon_threadsafe(_settle, answered, finished)

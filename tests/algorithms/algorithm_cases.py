@@ -49,7 +49,9 @@ def make_case(seed: int = 0, spread: float = 0.6, mask: list[list[int]] | None =
         return [[generator.gauss(0, scale) for _ in range(width)] for _ in range(rows)]
 
     def near(values: Rows) -> Rows:
-        return [[min(-0.01, v + n) for v, n in zip(*pair, strict=True)] for pair in zip(values, noise(spread), strict=True)]
+        return [
+            [min(-0.01, v + n) for v, n in zip(*pair, strict=True)] for pair in zip(values, noise(spread), strict=True)
+        ]
 
     logp = [[-0.05 - abs(v) for v in row] for row in noise(1.5)]
     prox = near(logp)
@@ -73,10 +75,12 @@ def tensor(values: object) -> torch.Tensor:
 def poisoned(values: Rows, mask: list[list[int]]) -> torch.Tensor:
     """`values` with NaN, inf and -inf in turn outside the mask."""
     poison = [math.nan, math.inf, -math.inf]
-    return tensor([
-        [v if m else poison[(i + t) % 3] for t, (v, m) in enumerate(zip(row, mask_row, strict=True))]
-        for i, (row, mask_row) in enumerate(zip(values, mask, strict=True))
-    ])
+    return tensor(
+        [
+            [v if m else poison[(i + t) % 3] for t, (v, m) in enumerate(zip(row, mask_row, strict=True))]
+            for i, (row, mask_row) in enumerate(zip(values, mask, strict=True))
+        ]
+    )
 
 
 def evaluate(

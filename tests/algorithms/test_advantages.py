@@ -141,7 +141,7 @@ def test_gae_is_its_formula_as_if_observations_were_deleted(gamma, lam):
         kept = mask[b] == 1
         wanted = loop_gae(rewards[b][kept].tolist(), values[b][kept].tolist(), gamma, lam)
         assert found[b][kept].tolist() == pytest.approx(wanted, rel=1e-12)
-        assert returns[b][kept].tolist() == pytest.approx([a + v for a, v in zip(wanted, values[b][kept], strict=True)])
+        assert returns[b][kept].tolist() == pytest.approx((tensor(wanted) + values[b][kept]).tolist())
     assert not found[mask == 0].any()
     assert not returns[mask == 0].any()
 
@@ -155,9 +155,7 @@ def test_gae_by_hand():
 
 
 def test_reinforce_returns_skip_observations():
-    found = reinforce_returns(
-        rewards=tensor([[1.0, NAN, 2.0, 4.0, 9.0]]), mask=tensor([[1, 0, 1, 1, 0]]), gamma=0.5
-    )
+    found = reinforce_returns(rewards=tensor([[1.0, NAN, 2.0, 4.0, 9.0]]), mask=tensor([[1, 0, 1, 1, 0]]), gamma=0.5)
     assert found.tolist() == [[1 + 0.5 * 2 + 0.25 * 4, 0, 4, 4, 0]]
 
 

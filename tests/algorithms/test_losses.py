@@ -56,7 +56,9 @@ def test_with_anchor_behaviour_r_is_rho(surrogate):
     assert evaluate(config, CASE)[0].metrics["w"][:2] == (19, 19)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+)
 @pytest.mark.parametrize("surrogate", ["clip", "gspo"])
 def test_an_aggregation_is_its_formula(aggregation, surrogate):
     agrees(LossConfig(surrogate=surrogate, aggregation=aggregation))

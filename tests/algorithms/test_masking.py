@@ -40,23 +40,23 @@ def test_infinities_and_nans_outside_the_mask_reach_neither_loss_nor_gradient(pr
 def test_a_nan_inside_the_mask_names_tensor_sequence_and_token(name):
     batch = inputs()
     batch[name][4, 3] = math.nan
-    with pytest.raises(ContractError, match=f"^{name} of sequence 4 is NaN at token 3"):
+    with pytest.raises(ContractError, match=rf"^{name} of sequence 4 is NaN at token 3"):
         policy_loss(LossConfig(), **batch)
 
 
 def test_a_nan_reward_and_a_nan_sequence_advantage_are_named():
     batch = inputs() | {"rewards": tensor([1, 0, 1, math.nan, 0, 1])}
-    with pytest.raises(ContractError, match="^rewards of sequence 3 is NaN"):
+    with pytest.raises(ContractError, match=r"^rewards of sequence 3 is NaN"):
         policy_loss(LossConfig(), **batch)
     batch = inputs() | {"advantages": tensor([1, 0, math.nan, 0, math.nan, 1])}
-    with pytest.raises(ContractError, match="^advantages of sequence 4 is NaN"):
+    with pytest.raises(ContractError, match=r"^advantages of sequence 4 is NaN"):
         policy_loss(LossConfig(), **batch)
 
 
 def test_two_infinities_inside_the_mask_are_named():
     batch = inputs()
     batch["logprobs"][1, 2] = batch["prox_logprobs"][1, 2] = -math.inf
-    with pytest.raises(ContractError, match="infinities.* of sequence 1 is NaN at token 2"):
+    with pytest.raises(ContractError, match=r"infinities.* of sequence 1 is NaN at token 2"):
         policy_loss(LossConfig(), **batch)
 
 
@@ -133,9 +133,7 @@ def test_surrogates_with_their_own_rho_need_no_prox_pass(surrogate):
     batch = inputs() | {"logprobs": tensor(CASE.logp).requires_grad_()}
     config = LossConfig(surrogate=surrogate)
     assert not config.needs_prox
-    assert torch.equal(
-        policy_loss(config, **(batch | {"prox_logprobs": None})).loss, policy_loss(config, **batch).loss
-    )
+    assert torch.equal(policy_loss(config, **(batch | {"prox_logprobs": None})).loss, policy_loss(config, **batch).loss)
 
 
 def test_the_value_loss_is_half_the_larger_square():
@@ -154,5 +152,5 @@ def test_the_value_loss_is_half_the_larger_square():
 
 def test_a_nan_value_is_named():
     ones = tensor([[1.0, 1.0]])
-    with pytest.raises(ContractError, match="^values of sequence 0 is NaN at token 1"):
+    with pytest.raises(ContractError, match=r"^values of sequence 0 is NaN at token 1"):
         value_loss(LossConfig(), values=tensor([[1.0, math.nan]]), old_values=ones, returns=ones, mask=ones)

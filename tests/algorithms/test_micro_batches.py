@@ -13,7 +13,9 @@ CASE = make_case(7)
 NUM = len(CASE.mask)
 DENOMINATORS = Denominators.of(torch.tensor(CASE.mask))
 CONFIGS = [resolve(name, {}, alpha=1)[1] for name in sorted(PRESETS)]
-CONFIGS += [resolve(name, {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, alpha=1)[1] for name in ("grpo", "dapo", "rloo")]
+CONFIGS += [
+    resolve(name, {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, alpha=1)[1] for name in ("grpo", "dapo", "rloo")
+]
 CONFIGS += [LossConfig(correction={"kind": "mask", "level": "sequence", "lower": 0.1, "upper": 5, "veto": 0.3})]
 
 
@@ -48,7 +50,7 @@ def test_the_micro_batches_of_a_step_add_up_to_the_unsplit_step_in_any_order(con
 @settings(max_examples=30, deadline=None)
 @given(config=st.sampled_from(CONFIGS), parts=splits())
 def test_a_mean_over_ranks_is_undone(config, parts):
-    whole, whole_gradient = evaluate(config, CASE)
+    _, whole_gradient = evaluate(config, CASE)
     gradient = torch.zeros_like(whole_gradient)
     for rows in parts:
         _, part = evaluate(config, CASE, denominators=DENOMINATORS.per_rank(len(parts)), rows=rows)

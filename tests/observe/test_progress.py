@@ -60,11 +60,12 @@ def test_a_terminal_shows_the_panel_within_its_width(width):
         shown.start(20)
         shown.update(record(5, reward_mean=0.0))
         shown.evaluation(5, 0.75)
-        shown.update(record(6, reward_mean=1.0, groups_ready=3))
+        shown.update(record(6, reward_mean=1.0, ledger_buffer_fill=0.25))
         shown.note("a warning")
     text = console.file.getvalue()
     assert "step 6/20" in text
     assert "▁█" in text
+    assert "buffer 25 % of a batch ready" in text
     assert "a warning" in text
     assert max(len(row) for row in console.render_lines(shown._draw(), pad=False)) <= width
 

@@ -1,6 +1,6 @@
 """The attention function under which a transformers model reads and writes the slot cache.
 
-It is registered once as `slot_cache`; the pass in progress (Prefill or Decode) travels as a keyword argument through the
+It is registered as `slot_cache`; the pass in progress (Prefill or Decode) travels as a keyword argument through the
 model's own forward, so that engine and trainer run the same layers. Shapes follow flashflow/shapes.py.
 Letters: N rows (slots), Q query heads, H key/value heads, G = Q / H, T time, D head dimension.
 """

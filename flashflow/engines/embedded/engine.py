@@ -122,7 +122,7 @@ class TorchEngine:
         if asked > limit:
             return f"prompt and max_new_tokens are {asked} tokens, engine.max_context_tokens is {limit}"
         if request.max_new_tokens <= len(request.generated_ids):
-            return f"max_new_tokens {request.max_new_tokens} leaves no room after {len(request.generated_ids)} generated"
+            return f"max_new_tokens {request.max_new_tokens} is used up by {len(request.generated_ids)} generated_ids"
         if sequence.min() < 0 or sequence.max() >= self._runner.vocab_size:
             return f"a token lies outside the vocabulary 0 .. {self._runner.vocab_size - 1}"
         if not (request.temperature >= 0 and math.isfinite(request.temperature)):

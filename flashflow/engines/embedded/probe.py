@@ -1,7 +1,7 @@
 """At start-up: is a sample independent of its batch mates to the last bit on this machine, with this model?
 
-The shape rules of flashflow/shapes.py are habits of the linear-algebra library. This probe checks their consequence: the
-logits after a sequence are the same alone, in a full batch, and however much of it came by prefill.
+The shape rules of flashflow/shapes.py are habits of the linear-algebra library. This probe checks what follows from
+them: the logits after a sequence are the same alone, in a full batch, and however much of it came by prefill.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from flashflow.engines.embedded.runner import Runner
 from flashflow.engines.uniform import Int64Array
 from flashflow.shapes import safe_rows
 
-_LENGTHS = (21, 90, 150, 420, 600, 1100)
+_LENGTHS = (21, 90, 150, 300, 600, 1100)
 """Tokens; on both sides of every border of `cache_length` up to the second block."""
 _BUDGET = 2e11
 """Multiplications: about a second of one core."""
@@ -25,10 +25,10 @@ def differences(runner: Runner, max_context_tokens: int) -> list[str]:
     found = []
     for length in _affordable_lengths(runner, max_context_tokens):
         sequence = _tokens(runner, seed=length, count=length)
-        alone = _logits(runner, sequence, slot=0, rows=safe_rows(1), by_decode=0)
+        alone = _logits(runner, sequence, slot=0, by_decode=0)
         cases = {
             "in a full batch than alone": _logits_among_mates(runner, sequence),
-            "after decode steps than after prefill": _logits(runner, sequence, slot=1, rows=safe_rows(1), by_decode=_TAIL),
+            "after decode steps than after prefill": _logits(runner, sequence, slot=1, by_decode=_TAIL),
         }
         for case, logits in cases.items():
             if not torch.equal(logits, alone):
@@ -40,7 +40,8 @@ def differences(runner: Runner, max_context_tokens: int) -> list[str]:
 def _affordable_lengths(runner: Runner, max_context_tokens: int) -> list[int]:
     """At least the shortest length, cut to the context."""
     per_token = sum(parameter.numel() for parameter in runner.model.parameters())
-    chosen, spent = [], 0.0
+    chosen: list[int] = []
+    spent = 0.0
     for length in _LENGTHS:
         spent += per_token * (2.0 * length + (_TAIL + 2) * safe_rows(1) + 2.0 * runner.cache.slots)
         if chosen and (spent > _BUDGET or length > max_context_tokens):
@@ -53,8 +54,9 @@ def _tokens(runner: Runner, seed: int, count: int) -> Int64Array:
     return np.random.default_rng(seed).integers(0, runner.vocab_size, count)
 
 
-def _logits(runner: Runner, sequence: Int64Array, *, slot: int, rows: int, by_decode: int) -> torch.Tensor:
-    """Logits [V] after the sequence, whose last 1 + by_decode tokens come by decode steps."""
+def _logits(runner: Runner, sequence: Int64Array, *, slot: int, by_decode: int) -> torch.Tensor:
+    """Logits [V] after the sequence, alone in the cache; its last 1 + by_decode tokens come by decode steps."""
+    rows = safe_rows(1)
     first = max(0, len(sequence) - 1 - by_decode)
     if first:
         runner.prefill(slot, sequence[:first])

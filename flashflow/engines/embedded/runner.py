@@ -16,7 +16,10 @@ class Runner:
     """Takes the model over: its attention is the slot cache's from here on. Call under `torch.inference_mode`."""
 
     def __init__(self, model: Any, slots: int, max_tokens: int) -> None:
-        """slots: how many requests at once. max_tokens: longest sequence of one slot. Raises ConfigError on a strange model."""
+        """slots: how many requests at once. max_tokens: longest sequence of one slot.
+
+        Raises ConfigError when the model's positions end before max_tokens.
+        """
         attention.register()
         model.set_attn_implementation(attention.NAME)
         model.eval().requires_grad_(False)

@@ -1,0 +1,50 @@
+"""One rank of test_ranks.py: trains, saves and writes what an engine would get. Arguments: rank, number of ranks, folder."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from trainer_cases import make_batch, make_model, weights_of
+
+from flashflow.algorithms.presets import resolve
+from flashflow.config.sections import OptimizerSection
+from flashflow.trainers.fsdp import FsdpTrainer
+
+BUDGET = 200
+"""Three micro-batches: with two ranks one of them idles in the last round."""
+
+
+def make(run_id: str) -> FsdpTrainer:
+    advantage, loss = resolve("grpo", {"kl_coefficient": 0.05}, alpha=1.0)
+    return FsdpTrainer(
+        make_model(), run_id=run_id, advantage=advantage, loss=loss,
+        optimizer=OptimizerSection(lr=1e-2, eps=1e-3, clip_norm=0.5), num_steps=10, micro_batch_tokens=BUDGET,
+        temperature=0.9, max_response_tokens=64,
+    )  # fmt: skip
+
+
+def run(trainer: FsdpTrainer, folder: Path) -> dict[str, object]:
+    """The outcome of two steps, a checkpoint in between."""
+    results = [trainer.train(*make_batch(1))]
+    trainer.save(folder / "step-000001")
+    results.append(trainer.train(*make_batch(2)))
+    return {"metrics": [result.metrics for result in results], "weights": weights_of(trainer)}
+
+
+def main(rank: int, num_ranks: int, folder: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(str(folder / "store"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    trainer = make(f"test-ranks-{os.getppid()}")
+    outcome = run(trainer, folder)
+    outcome["logprobs"] = trainer.logprobs(make_batch(3)[1])
+    torch.save(outcome, folder / f"rank-{rank}.pt")
+    dist.barrier()
+    trainer.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
