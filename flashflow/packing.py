@@ -4,7 +4,7 @@ Samples are padded on the right, never joined end to end: only so do log-probabi
 bit (flashflow/shapes.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -26,26 +26,27 @@ class MicroBatch(msgspec.Struct, frozen=True):
         return len(self.rows) * self.length
 
 
-def pack(lengths: Sequence[int], max_tokens: int) -> list[MicroBatch]:
+def pack(lengths: Sequence[int], max_tokens: int, rows: Iterable[int] | None = None) -> list[MicroBatch]:
     """Every sample in exactly one micro-batch of at most `max_tokens` padded tokens, or alone where longer itself.
 
-    Samples are sorted by length, longest first (so that memory is short at once or never), ties by place; none is
-    padded to more than twice its own safe length. The same lengths give the same result.
+    `rows`: the places to pack; None: all. Samples are sorted by length, longest first (so that memory is short at once
+    or never), ties by place; none is padded to more than twice its own safe length. The same lengths give the same
+    result.
     """
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    order = sorted(range(len(lengths)) if rows is None else rows, key=lambda row: (-lengths[row], row))
     micro_batches: list[MicroBatch] = []
-    rows: list[int] = []
+    members: list[int] = []
     length = 0
     for row in order:
         own = safe_length(lengths[row])
-        if rows and ((len(rows) + 1) * length > max_tokens or length > 2 * own):
-            micro_batches.append(MicroBatch(tuple(rows), length))
-            rows = []
-        if not rows:
+        if members and ((len(members) + 1) * length > max_tokens or length > 2 * own):
+            micro_batches.append(MicroBatch(tuple(members), length))
+            members = []
+        if not members:
             length = own
-        rows.append(row)
-    if rows:
-        micro_batches.append(MicroBatch(tuple(rows), length))
+        members.append(row)
+    if members:
+        micro_batches.append(MicroBatch(tuple(members), length))
     return micro_batches
 
 

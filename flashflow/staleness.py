@@ -31,6 +31,10 @@ def last_batch(initiating_version: int, alpha: float) -> int:
     return initiating_version + max_staleness(alpha) + 1
 
 
+def too_few(step: int, num_complete: int, batch_groups: int) -> Selection:
+    return Selection([], f"batch {step} has {num_complete} of {batch_groups} complete groups")
+
+
 def in_time(rest: Iterable[Aged], step: int, batch_groups: int) -> bool:
     """Whether the groups left over after batch `step` fit, oldest first, into the batches after it.
 
@@ -51,7 +55,7 @@ def select(
     chosen = [aged for aged in order if aged.complete and aged.due >= step][:batch_groups]
     left_over = set(order).difference(chosen)
     if len(chosen) < batch_groups and not (ending and chosen and not left_over):
-        return Selection([], f"batch {step} has {len(chosen)} of {batch_groups} complete groups")
+        return too_few(step, len(chosen), batch_groups)
     awaited = [aged for aged in order[:batch_groups] if not aged.complete]
     if on_stale == "wait" and awaited and not in_time(left_over, step, batch_groups):
         return Selection([], f"batch {step} waits for group {awaited[0].group}, which is due by batch {awaited[0].due}")

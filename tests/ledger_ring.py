@@ -28,6 +28,7 @@ class Ring:
         counts = self.ledger.counts()
         assert self.ledger.submitted == sum(counts.values())
         assert set(counts) == {*WAITING, *FINAL}
+        assert self.ledger.complete == {group.id for group in self.ledger.outstanding.values() if group.complete}
 
     def lease(self) -> bool:
         """False when nothing may start."""

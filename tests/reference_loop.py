@@ -67,7 +67,8 @@ def reference_loop(config: Config) -> tuple[list[dict[str, float]], dict[str, to
         centred = by_group - by_group.mean(1, keepdim=True)
         advantages = (centred / (by_group.std(1, keepdim=True) + 1e-6)).flatten().float()
         losses = []
-        for micro in pack([len(row) for row in rows], config.batch.micro_batch_tokens):
+        with_signal = [row for row in range(len(rows)) if advantages[row] != 0]  # the others have no gradient
+        for micro in pack([len(row) for row in rows], config.batch.micro_batch_tokens, with_signal):
             tokens = torch.tensor([rows[i] + [0] * (micro.length - len(rows[i])) for i in micro.rows])
             ends = torch.tensor([len(rows[i]) for i in micro.rows])[:, None]
             places = torch.arange(micro.length)

@@ -1,7 +1,11 @@
 """The journal: what a crash at any byte leaves, what is damage and what is a torn end, and what is kept how long."""
 
 import asyncio
+import resource
 import shutil
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -305,9 +309,6 @@ def test_a_lost_payload_before_a_sound_one_is_damage(tmp_path):
 
 
 def test_a_failed_write_leaves_no_part_of_a_record(tmp_path):
-    import resource
-    import signal
-
     file = AppendFile(tmp_path / "file")
     file.append(b"whole")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -321,6 +322,30 @@ def test_a_failed_write_leaves_no_part_of_a_record(tmp_path):
         signal.signal(signal.SIGXFSZ, previous)
     file.append(b"after")
     assert [body for _, body in read_records(tmp_path / "file", may_be_torn=False)] == [b"whole", b"after"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from flashflow.config.sections import JournalSection
+from flashflow.journal import open_journal
+from flashflow.ledger import Rules
+rules = Rules(group_size=2, batch_groups=1, alpha=1.0)
+journal, ledger = open_journal(Path(sys.argv[1]), JournalSection(), rules, run="test", seed=7)
+for _ in range(50):
+    event = ledger.admit()
+    ledger.apply(event)
+    journal.append(event)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_append_returned_from_survives_kill_9(tmp_path):
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    journal, ledger = open_in(tmp_path)
+    assert (ledger.next_group, ledger.next_cursor) == (50, 50)
+    journal.close()
 
 
 def test_sync_covers_everything_appended_before_it(tmp_path):

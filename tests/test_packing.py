@@ -22,6 +22,10 @@ def test_a_sample_longer_than_the_budget_goes_alone() -> None:
     assert pack([600, 8, 8], max_tokens=32) == [MicroBatch((0,), 640), MicroBatch((1, 2), 16)]
 
 
+def test_only_the_rows_named_are_packed() -> None:
+    assert pack([10, 20, 30], 100, rows=[2, 0]) == [MicroBatch((2, 0), 32)]
+
+
 def test_nothing_gives_nothing() -> None:
     assert pack([], 100) == []
     assert share([], 0, 4) == []

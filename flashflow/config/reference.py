@@ -6,6 +6,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from flashflow.algorithms.options import ADVANTAGE_OPTIONS, LOSS_OPTIONS
+from flashflow.algorithms.presets import PRESETS
 from flashflow.algorithms.settings import AdvantageConfig, CorrectionConfig, LossConfig
 from flashflow.config.sections import Config
 
@@ -60,6 +61,7 @@ def _nested(title: str, model: Mapping[str, Any], definitions: Mapping[str, Any]
 
 
 def _algorithm_options() -> Iterator[str]:
+    yield f"Presets: {', '.join(f'`{name}`' for name in PRESETS)}.\n"
     yield "Any option below may stand in the section `algorithm`; what is left out is the preset's.\n"
     yield from _section("algorithm: advantages", AdvantageConfig.model_json_schema(), ADVANTAGE_OPTIONS)
     yield from _section("algorithm: loss", LossConfig.model_json_schema(), LOSS_OPTIONS)

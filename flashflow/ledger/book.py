@@ -51,6 +51,8 @@ class Book:
         self.groups: dict[int, Group] = {}
         """Outstanding and taken ones, until a checkpoint covers them."""
         self.outstanding: dict[int, Group] = {}
+        self.complete: set[int] = set()
+        """Outstanding groups in which nothing is missing that could still come."""
         self.queue: list[tuple[int, int]] = []
         """Admitted (group, member), oldest first: what is given out again stands at the head by its age."""
         self.voided: list[int] = []
@@ -81,11 +83,6 @@ class Book:
         counts = Counter({state: self.retired[state] for state in State})
         counts.update(member.state for group in self.groups.values() for member in group.members)
         return counts
-
-    @property
-    def num_complete(self) -> int:
-        """Groups that wait to be taken."""
-        return sum(group.complete for group in self.outstanding.values())
 
     def next_task(self) -> Returned:
         """The task to admit next: a returned one first."""
@@ -129,8 +126,7 @@ class Book:
             case e.Retried():
                 self._retry(event)
             case e.Failed():
-                self._member(event.group, event.member, State.LEASED).state = State.FAILED
-                self.last_failure = event.reason
+                self._fail(event)
             case e.GroupFailed():
                 self._void(event.group, State.FAILED)
             case e.GroupExpired():
@@ -180,10 +176,21 @@ class Book:
         member = self._member(event.group, event.member, State.LEASED)
         self._check_epoch(member, event)
         member.state, member.result = State.COMMITTED, event
+        self._note_complete(event.group)
+
+    def _fail(self, event: e.Failed) -> None:
+        self._member(event.group, event.member, State.LEASED).state = State.FAILED
+        self.last_failure = event.reason
+        self._note_complete(event.group)
+
+    def _note_complete(self, group: int) -> None:
+        if self.outstanding[group].complete:
+            self.complete.add(group)
 
     def _requeue(self, member: Member, group: int, index: int) -> None:
         member.state, member.result = State.ADMITTED, None
         member.epoch += 1
+        self.complete.discard(group)
         insort(self.queue, (group, index))
 
     def _retry(self, event: e.Retried) -> None:
@@ -209,18 +216,20 @@ class Book:
             if member.state in WAITING:
                 member.state = state
         insort(self.voided, group_id)
+        self.complete.discard(group_id)
         del self.outstanding[group_id]
         return group
 
     def _take(self, manifest: Manifest) -> None:
         groups = [self._outstanding(group) for group in dict.fromkeys(row.sample.group for row in manifest.rows)]
-        if manifest.step != self.last_manifest + 1 or not all(group.complete for group in groups):
+        if manifest.step != self.last_manifest + 1 or not all(group.id in self.complete for group in groups):
             raise ContractError(f"manifest {manifest.step} after {self.last_manifest}, or of an incomplete group")
         for group in groups:
             group.taken_by = manifest.step
             for member in group.members:
                 if member.state is State.COMMITTED:
                     member.state = State.CONSUMED
+            self.complete.discard(group.id)
             del self.outstanding[group.id]
         self.manifests[manifest.step] = manifest
         self.last_manifest = manifest.step

@@ -71,7 +71,12 @@ class Ledger(Book):
     def select(self, step: int, *, ending: bool) -> staleness.Selection:
         """Groups of batch `step`; `ending`: no further group can come."""
         rules, served = self.rules, self.served if self.served is not None else 0
-        aged = [staleness.Aged(g.due(served, rules.alpha), g.id, g.complete) for g in self.outstanding.values()]
+        if len(self.complete) < rules.batch_groups and not ending:
+            return staleness.too_few(step, len(self.complete), rules.batch_groups)
+        aged = [
+            staleness.Aged(group.due(served, rules.alpha), group.id, group.id in self.complete)
+            for group in self.outstanding.values()
+        ]
         return staleness.select(
             aged, step=step, batch_groups=rules.batch_groups, on_stale=rules.on_stale, ending=ending
         )

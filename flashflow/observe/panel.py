@@ -107,7 +107,7 @@ def _facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     seconds = max(float(record["time_step_s"]), 1e-9)
     facts = [
         ("reward", _number(record.get("reward_mean"), 3)),
-        ("staleness", f"{_number(record.get('staleness_mean'), 2)} max {record.get('staleness_max', '-')}"),
+        ("staleness", f"{_number(record.get('staleness_mean'), 2)} max {_number(record.get('staleness_max'), 0)}"),
         ("tokens/s", f"{record.get('tokens_generated', 0) / seconds:,.0f}"),
         ("left", clock(snapshot.seconds_left)),
     ]

@@ -17,7 +17,7 @@ REFRESHES_PER_S = 2
 class ProgressDisplay:
     """A context manager; leaving it restores the terminal whatever happened.
 
-    Metrics come as MetricsWriter gets them; `ledger_buffer_fill` is shown as the fill of the buffer, where there is one.
+    Metrics come as MetricsWriter gets them; `ledger_buffer_fill`, where there is one, is shown as the buffer's fill.
     """
 
     def __init__(self, console: Console | None = None, now: Callable[[], float] = time.monotonic) -> None:

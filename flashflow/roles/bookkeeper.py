@@ -135,7 +135,7 @@ class Bookkeeper:
             case e.Opened() | e.Admitted() | e.Leased() | e.Superseded() | e.Covered():
                 return
             case e.Committed() | e.Failed():
-                if self.ledger.groups[event.group].complete:
+                if event.group in self.ledger.complete:
                     self.batch_news.notify()
             case (
                 e.Served() | e.LeaseExpired() | e.PayloadLost() | e.Retried() | e.GroupFailed()

@@ -99,6 +99,7 @@ class EngineRole:
         self._weights: AttachedWeights | None = None
         self._work = asyncio.Event()
         self._suspended = False
+        self._stopped = False
         self._tokens_generated = 0
         self._last_step_at = clock.now()
 
@@ -132,18 +133,24 @@ class EngineRole:
 
     async def run(self) -> None:
         """Decode for ever; raises what a step raises."""
-        while True:
-            if self._suspended or not self._work.is_set():
-                self._work.clear()
-                await self._work.wait()
-                continue
-            news, idle = await self._compute(self._step)
-            self._last_step_at = self._clock.now()
-            self._deliver(news)
-            if idle:
-                self._work.clear()
-            elif self._executor is None:
-                await asyncio.sleep(0)
+        try:
+            while True:
+                if self._suspended or not self._work.is_set():
+                    self._work.clear()
+                    await self._work.wait()
+                else:
+                    await self._decode_once()
+        finally:
+            self._stopped = True
+
+    async def _decode_once(self) -> None:
+        news, idle = await self._compute(self._step)
+        self._last_step_at = self._clock.now()
+        self._deliver(news)
+        if idle:
+            self._work.clear()
+        elif self._executor is None:
+            await asyncio.sleep(0)
 
     # ---- requests
 
@@ -160,9 +167,9 @@ class EngineRole:
                     await self._send(name, answer.take(), emit)
             return answer.take()
         finally:
-            # Also when `submit` was cancelled on its way: its abort comes behind it.
+            # Also when `submit` was cancelled on its way: its abort comes behind it. After `run` the thread may be gone.
             del self._answers[name]
-            if not answer.ended.is_set():
+            if not answer.ended.is_set() and not self._stopped:
                 await self._compute(self._engine.abort, name)
 
     async def _ends_within(self, answer: Answer, seconds: float) -> bool:

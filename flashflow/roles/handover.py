@@ -107,7 +107,7 @@ class Handover:
         return {
             **{state.value: float(count) for state, count in ledger.counts().items()},
             "submitted": float(ledger.submitted),
-            "buffer_fill": ledger.num_complete / ledger.rules.batch_groups,
+            "buffer_fill": len(ledger.complete) / ledger.rules.batch_groups,
             "tokens_wasted": float(ledger.tokens_wasted),
             "superseded": float(ledger.num_superseded),
             "retries": float(ledger.num_retries),
@@ -130,7 +130,7 @@ class Handover:
         return f"the last batch handed out is {last}"
 
     def _select(self, step: int) -> list[int]:
-        complete = self._ledger.num_complete
+        complete = len(self._ledger.complete)
         ending = complete == len(self._ledger.outstanding) and self._books.data_ended()
         if complete >= self._ledger.rules.batch_groups or ending:
             self._books.expire_overdue(step)

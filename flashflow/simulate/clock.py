@@ -15,6 +15,8 @@ from flashflow.errors import ContractError
 
 ResultT = TypeVar("ResultT")
 
+RESOLUTION_S = 1e-9
+
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Starts at 0 s."""
@@ -39,8 +41,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def jump(self, seconds: float) -> None:
         """Called when nothing can run before `seconds` from now."""
-        # At least to the next float: a jump lost in rounding would be asked for again, for ever.
+        # At least to the next float: a jump lost in rounding would be asked for again, for ever. For the same reason
+        # asyncio's margin (a timer is due when it is earlier than now + margin) must not be lost at large times.
         self._now = max(self._now + seconds, math.nextafter(self._now, math.inf))
+        self._clock_resolution = max(RESOLUTION_S, math.ulp(self._now))
 
     def deadlock(self) -> ContractError:
         waiting = sorted(_described(task) for task in asyncio.all_tasks(self))

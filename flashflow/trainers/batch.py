@@ -21,6 +21,10 @@ from flashflow.records import Manifest, Trajectory
 from flashflow.trainers.scorable import is_scorable
 
 
+WITHOUT_ADVANTAGE = frozenset({"kimi", "dppo_tv"})
+"""Surrogates with a term that the advantage does not multiply."""
+
+
 @dataclass(frozen=True)
 class TokenBatch:
     """One micro-batch on the device, padded on the right."""
@@ -51,6 +55,8 @@ class Consumed:
     """float32; 0 outside the mask and for rows that are not scorable."""
     rewards_N: torch.Tensor
     """float32 raw task rewards; 0 where not scorable."""
+    counted_rows: list[int]
+    """Places of the scorable rows; the others take no part in any pass."""
     num_tokens: int
     """To be trained."""
     num_sequences: int
@@ -100,15 +106,27 @@ def consume(
     return Consumed(
         advantages_NT=result.advantages.float(),
         rewards_N=torch.tensor(rewards_N, dtype=torch.float32),
+        counted_rows=[place for place, row in enumerate(rows) if is_scorable(row)],
         num_tokens=int(result.mask.sum()),
         num_sequences=int(result.mask.any(dim=1).sum()),
     )
 
 
-def token_batch(
-    rows: Sequence[Trajectory], counts: Sequence[bool], micro_batch: MicroBatch, version: int, device: torch.device
-) -> TokenBatch:
-    """version: the trainer's at hand-over. Rows that do not count, and idle passes, are masked out whole."""
+def gradient_rows(loss: LossConfig, consumed: Consumed) -> list[int]:
+    """Rows whose loss may have a gradient: all of them where a term does without the advantage, else those with one."""
+    if (
+        loss.loss is not None
+        or loss.surrogate in WITHOUT_ADVANTAGE
+        or loss.entropy_coefficient > 0
+        or (loss.kl_coefficient > 0 and loss.kl_placement == "loss")
+    ):
+        return consumed.counted_rows
+    has_advantage_N = consumed.advantages_NT.any(dim=1)
+    return [row for row in consumed.counted_rows if has_advantage_N[row]]
+
+
+def token_batch(rows: Sequence[Trajectory], micro_batch: MicroBatch, version: int, device: torch.device) -> TokenBatch:
+    """version: the trainer's at hand-over. An idle pass is masked out whole."""
     shape = (len(micro_batch.rows), micro_batch.length)
     tokens, mask = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
     behaviour, lags = np.zeros(shape, np.float32), np.full(shape, -1, np.int64)
@@ -116,7 +134,7 @@ def token_batch(
         row = rows[index]
         end = row.num_tokens
         tokens[place, :end] = row.tokens
-        if micro_batch.idle or not counts[index]:
+        if micro_batch.idle:
             continue
         sampled = row.mask.astype(np.bool_)
         mask[place, :end] = sampled

@@ -26,7 +26,6 @@ from flashflow.trainers.batch import check_rows, consume
 from flashflow.trainers.logprobs import TokenScorer
 from flashflow.trainers.metrics import batch_metrics, packing_metrics
 from flashflow.trainers.passes import Passes
-from flashflow.trainers.scorable import is_scorable
 from flashflow.trainers.state import describe_parameters, load_state, save_state
 from flashflow.trainers.update import Updater
 from flashflow.transport.weights.shared_memory import WeightStage
@@ -110,17 +109,17 @@ class FsdpTrainer:
         check_rows(manifest, rows, self.step)
         # For whatever a loss of the user's own may draw: the same on every rank, and when the batch is redone.
         torch.manual_seed(manifest.rng_key % 2**63)
-        passes = self._passes(rows, [is_scorable(row) for row in rows])
-        reference_NT = passes.score(self._reference) if self._reference is not None else None
+        passes = self._passes(rows)
+        reference_NT = passes.score(self._reference, range(len(rows))) if self._reference is not None else None
         consumed = consume(rows, self._advantage, self._loss, reference_NT)
-        loss, stats = passes.train(self._scorer, self._loss, consumed, reference_NT)
+        outcome = passes.train(self._scorer, self._loss, consumed, reference_NT)
         gradient_norm, rate = self._updater.apply(manifest.step)
         self.step = manifest.step
         metrics = {
-            **summarise(stats),
+            **summarise(outcome.metrics),
             **batch_metrics(manifest, rows),
-            **packing_metrics(passes.plan, rows),
-            "loss": loss,
+            **packing_metrics(outcome.plan, rows),
+            "loss": outcome.loss,
             "grad_norm": gradient_norm,
             "learning_rate": rate,
             "tokens_trained": float(consumed.num_tokens),
@@ -132,7 +131,7 @@ class FsdpTrainer:
     def logprobs(self, rows: list[Trajectory]) -> list[Float32Array]:
         """A forward pass of its own under the present weights: [T] each, 0 where not sampled, nats at the sampling
         temperature. Equal to the engine's to the last bit where the engine is `exact`."""
-        whole_NT = self._passes(rows, [True] * len(rows)).score(self._scorer).cpu().numpy()
+        whole_NT = self._passes(rows).score(self._scorer, range(len(rows))).cpu().numpy()
         return [whole_NT[place, : row.num_tokens].copy() for place, row in enumerate(rows)]
 
     def stage(self) -> SharedWeights:
@@ -183,8 +182,8 @@ class FsdpTrainer:
         sharding.shard(scorer, scorer.layers, mesh, self._dtype)
         return scorer
 
-    def _passes(self, rows: list[Trajectory], counts: list[bool]) -> Passes:
-        return Passes(rows, counts, self.step, self._micro_batch_tokens, self._device)
+    def _passes(self, rows: list[Trajectory]) -> Passes:
+        return Passes(rows, self.step, self._micro_batch_tokens, self._device)
 
     def _description(self) -> checkpoint.Description:
         return checkpoint.Description(

@@ -36,8 +36,11 @@ def batch_metrics(manifest: Manifest, rows: Sequence[Trajectory]) -> dict[str, f
 def packing_metrics(micro_batches: Sequence[MicroBatch], rows: Sequence[Trajectory]) -> dict[str, float]:
     """padding_fraction: share of the tokens computed that are padding."""
     computed = sum(micro_batch.padded_tokens for micro_batch in micro_batches)
-    real = sum(row.num_tokens for row in rows)
-    return {"num_micro_batches": float(len(micro_batches)), "padding_fraction": 1 - real / computed}
+    real = sum(rows[row].num_tokens for micro_batch in micro_batches for row in micro_batch.rows)
+    return {
+        "num_micro_batches": float(len(micro_batches)),
+        "padding_fraction": 1 - real / computed if computed else 0.0,
+    }
 
 
 def _without_signal(rows: Sequence[Trajectory]) -> list[bool]:

@@ -4,7 +4,8 @@ Letters: N rows of the whole batch, B rows of a micro-batch, T padded length.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,45 +16,58 @@ from flashflow.algorithms.stats import merge_metrics
 from flashflow.errors import ContractError
 from flashflow.packing import MicroBatch, pack, share
 from flashflow.records import Trajectory
-from flashflow.trainers.batch import Consumed, TokenBatch, token_batch
+from flashflow.trainers.batch import Consumed, TokenBatch, gradient_rows, token_batch
 from flashflow.trainers.logprobs import TokenScorer
 from flashflow.trainers.sharding import reshard
+
+
+class StepOutcome(NamedTuple):
+    """Of one optimizer step, all ranks together."""
+
+    loss: float
+    metrics: dict[str, Stat]
+    plan: list[MicroBatch]
 
 
 class Passes:
     """This rank's share of the passes over one batch."""
 
-    def __init__(
-        self, rows: Sequence[Trajectory], counts: Sequence[bool], version: int, max_tokens: int, device: torch.device
-    ) -> None:
-        """counts: the rows that are masked in. version: the trainer's at hand-over. max_tokens: of a micro-batch."""
+    def __init__(self, rows: Sequence[Trajectory], version: int, max_tokens: int, device: torch.device) -> None:
+        """version: the trainer's at hand-over. max_tokens: of a micro-batch."""
         self.rows = rows
-        self.plan: list[MicroBatch] = pack([row.num_tokens for row in rows], max_tokens)
-        self._counts, self._version, self._device = counts, version, device
-        self._num_ranks = dist.get_world_size()
-        self._mine = share(self.plan, dist.get_rank(), self._num_ranks)
+        self._version, self._max_tokens, self._device = version, max_tokens, device
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
 
     def train(
         self, scorer: TokenScorer, config: LossConfig, consumed: Consumed, reference_NT: torch.Tensor | None
-    ) -> tuple[float, dict[str, Stat]]:
-        """Adds the batch's gradient to the parameters'; returns loss and metrics of the whole step, all ranks."""
+    ) -> StepOutcome:
+        """Adds the batch's gradient to the parameters'. Rows that cannot have any are only measured: a third of the
+        work."""
         # FSDP takes the mean of the ranks' gradients, where the loss wants their sum.
         denominators = Denominators(consumed.num_tokens, consumed.num_sequences).per_rank(self._num_ranks)
+        with_gradient = gradient_rows(config, consumed)
+        without = set(consumed.counted_rows).difference(with_gradient)
+        plans = {True: self._plan(with_gradient), False: self._plan(without)}
         losses: list[float] = []
         metrics: dict[str, Stat] = {}
-        for batch in self._batches():
-            result = self._loss(scorer, config, consumed, reference_NT, denominators, batch)
-            result.loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(result.loss.item())
-            metrics = merge_metrics([metrics, result.metrics])
-        return self._over_ranks(math.fsum(losses) / self._num_ranks, metrics)
+        for trains, plan in plans.items():
+            for batch in self._batches(plan):
+                with torch.set_grad_enabled(trains):
+                    result = self._loss(scorer, config, consumed, reference_NT, denominators, batch)
+                if trains:
+                    result.loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(result.loss.item())
+                metrics = merge_metrics([metrics, result.metrics])
+        reshard(scorer)
+        return self._over_ranks(math.fsum(losses) / self._num_ranks, metrics, plans[True] + plans[False])
 
-    def score(self, scorer: TokenScorer) -> torch.Tensor:
-        """Log-probabilities [N, longest row] at the sampling temperature, 0 outside the mask; no gradient."""
+    def score(self, scorer: TokenScorer, rows: Iterable[int]) -> torch.Tensor:
+        """Log-probabilities [N, longest row] at the sampling temperature, no gradient; 0 outside the mask and for rows
+        not named."""
         shape = (len(self.rows), max((row.num_tokens for row in self.rows), default=0))
         whole_NT = torch.zeros(shape, device=self._device)
         with torch.no_grad():
-            for batch in self._batches():
+            for batch in self._batches(self._plan(rows)):
                 logprobs_BT, _ = scorer(batch.tokens_BT, batch.mask_BT)
                 length = min(shape[1], logprobs_BT.shape[1])
                 # Added, for a row may come again in an idle pass, all masked out.
@@ -63,9 +77,14 @@ class Passes:
             dist.all_reduce(whole_NT)
         return whole_NT
 
-    def _batches(self) -> Iterator[TokenBatch]:
-        for micro_batch in self._mine:
-            yield token_batch(self.rows, self._counts, micro_batch, self._version, self._device)
+    def _plan(self, rows: Iterable[int]) -> list[MicroBatch]:
+        """Of all ranks."""
+        return pack([row.num_tokens for row in self.rows], self._max_tokens, rows)
+
+    def _batches(self, plan: Sequence[MicroBatch]) -> Iterator[TokenBatch]:
+        """Of this rank."""
+        for micro_batch in share(plan, self._rank, self._num_ranks):
+            yield token_batch(self.rows, micro_batch, self._version, self._device)
 
     def _loss(
         self, scorer: TokenScorer, config: LossConfig, consumed: Consumed, reference_NT: torch.Tensor | None,
@@ -93,10 +112,10 @@ class Passes:
             names = ", ".join(f"{place}: {self.rows[row].sample}" for place, row in enumerate(batch.rows))
             raise ContractError(f"{error} (batch {self._version + 1}; the sequences are {names})") from error
 
-    def _over_ranks(self, loss: float, metrics: dict[str, Stat]) -> tuple[float, dict[str, Stat]]:
+    def _over_ranks(self, loss: float, metrics: dict[str, Stat], plan: list[MicroBatch]) -> StepOutcome:
         if self._num_ranks == 1:
-            return loss, metrics
+            return StepOutcome(loss, metrics, plan)
         parts: list[tuple[float, dict[str, Stat]] | None] = [None] * self._num_ranks
         dist.all_gather_object(parts, (loss, metrics))
         present = [part for part in parts if part is not None]
-        return math.fsum(part[0] for part in present), merge_metrics(part[1] for part in present)
+        return StepOutcome(math.fsum(part[0] for part in present), merge_metrics(part[1] for part in present), plan)

@@ -35,6 +35,10 @@ class Updater:
         A gradient that is not finite leaves weights and moments untouched and is counted; raises BudgetError past
         `max_skipped_steps` in a row.
         """
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                # No pass reached it: a gradient of 0 and not none, so that moments and decay take their step.
+                parameter.grad = torch.zeros_like(parameter)
         rate = learning_rate(self._section, step, self._num_steps)
         norm = float(full(nn.utils.clip_grad_norm_(self._parameters, self._section.clip_norm, foreach=True)))
         if math.isfinite(norm):

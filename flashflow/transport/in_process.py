@@ -13,6 +13,7 @@ from flashflow.errors import ContractError
 from flashflow.transport.channel import Handler, Peer, PeerLostHook
 from flashflow.transport.in_process_client import InProcessClient
 from flashflow.transport.in_process_server import Delay, Directory, Endpoint, Wire
+from flashflow.transport.sessions import wait_until_ended
 
 
 class InProcessNetwork:
@@ -63,14 +64,16 @@ class InProcessTransport:
         return self._clients[name]
 
     async def close(self) -> None:
-        """Leave, or die: handlers are cancelled, servers lose this peer, the streams of callers break."""
+        """Leave, or die: handlers are cancelled, servers lose this peer, the streams of callers break.
+
+        Raises DeadlineError when a handler does not end within network.shutdown_deadline_s.
+        """
         for client in self._clients.values():
             await client.close()
         self._network.directory.leave(self._me)
+        self.failed.cancel()
         if self._endpoint is not None:
-            await asyncio.gather(*self._endpoint.close(), return_exceptions=True)
-        if not self.failed.done():
-            self.failed.cancel()
+            await wait_until_ended(self._endpoint.close(), deadline_s=self._network.section.shutdown_deadline_s)
 
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():

@@ -5,8 +5,9 @@ by the calls a caller may have outstanding.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from flashflow.errors import DeadlineError
 from flashflow.transport.channel import Peer
 from flashflow.transport.codec import Frame
 from flashflow.transport.envelope import Failure, Lane, Reply
@@ -18,6 +19,16 @@ STREAM_WINDOW = 32
 def age(peer: Peer) -> tuple[int, int]:
     """Orders the processes that have borne one name."""
     return peer.generation, peer.incarnation
+
+
+async def wait_until_ended(tasks: Collection[asyncio.Task[None]], *, deadline_s: float) -> None:
+    """Wait for cancelled handlers. Raises DeadlineError naming those that go on."""
+    if not tasks:
+        return
+    _, late = await asyncio.wait(tasks, timeout=deadline_s)
+    if late:
+        names = ", ".join(sorted(task.get_name() for task in late))
+        raise DeadlineError(f"not ended within network.shutdown_deadline_s = {deadline_s} s of cancelling: {names}")
 
 
 class ServedCall:

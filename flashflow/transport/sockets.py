@@ -1,7 +1,8 @@
 """A ZeroMQ socket on the asyncio loop: sends never wait, and everything that arrives goes to one function.
 
 Sends need not wait because the queues have no high-water mark: the credits of the protocol bound what can lie in them.
-zmq.asyncio would make a future and a poll of every receive; here the loop watches libzmq's descriptor.
+The loop watches libzmq's descriptor itself: half the CPU per round trip of zmq.asyncio, which makes a future and a
+poll of every receive (160 v 315 us for both ends in one process on 2 EPYC cores).
 """
 
 import asyncio

@@ -30,7 +30,7 @@ class ZmqTransport:
     """One process's sockets. Made on the running loop.
 
     `failed` never has a result: it gets the exception of a handler (or of the transport itself) that is no
-    FlashflowError; the role awaits it beside its own work, so that it stops loudly.
+    FlashflowError; the role awaits it beside its own work, so that it stops loudly. `close` cancels it.
     `counters` counts refused frames by reason (`refused_*`), `resends`, `duplicates`, `connections_lost`, `peers_lost`.
     """
 
@@ -96,18 +96,22 @@ class ZmqTransport:
         return self._clients[name]
 
     async def close(self) -> None:
-        """Say goodbye, cancel handlers, close every socket; what lingers gets network.shutdown_deadline_s / 4."""
+        """Say goodbye, cancel handlers, close every socket; what lingers gets network.shutdown_deadline_s / 4.
+
+        Raises DeadlineError when a handler does not end. Not to be awaited by a handler, which would wait for itself.
+        """
         self._beat.cancel()
-        await asyncio.gather(self._beat, return_exceptions=True)
+        await asyncio.wait([self._beat])
         for client in self._clients.values():
             await client.close()
-        if self._server is not None:
-            await self._server.close(linger_ms=self._linger_ms)
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        if not self.failed.done():
+        try:
+            if self._server is not None:
+                await self._server.close(deadline_s=self._network.shutdown_deadline_s, linger_ms=self._linger_ms)
+        finally:
+            if self._authenticator is not None:
+                self._authenticator.stop()
             self.failed.cancel()
-        await asyncio.to_thread(self._context.term)
+            await asyncio.to_thread(self._context.term)
 
     @property
     def _linger_ms(self) -> int:

@@ -19,7 +19,7 @@ from flashflow.transport import envelope as e
 from flashflow.transport.addresses import Address
 from flashflow.transport.channel import Handler, Peer, PeerLostHook
 from flashflow.transport.codec import Frame
-from flashflow.transport.sessions import ServedCall, Session, age
+from flashflow.transport.sessions import ServedCall, Session, age, wait_until_ended
 from flashflow.transport.sockets import LoopSocket, PlainSocket
 
 BindSocket = Callable[[str], PlainSocket]
@@ -62,13 +62,15 @@ class ZmqServer:
             if session.silent_s > peer_deadline_s and not session.lost:
                 self._lose(session)
 
-    async def close(self, *, linger_ms: int) -> None:
-        """Cancel every handler, wait for their ends, close the sockets."""
+    async def close(self, *, deadline_s: float, linger_ms: int) -> None:
+        """Cancel every handler, wait for their ends, close the sockets. Raises DeadlineError when one does not end."""
         for session in self._sessions.values():
             session.lose()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._data.close(linger_ms=linger_ms)
-        self._control.close(linger_ms=linger_ms)
+        try:
+            await wait_until_ended(self._tasks, deadline_s=deadline_s)
+        finally:
+            self._data.close(linger_ms=linger_ms)
+            self._control.close(linger_ms=linger_ms)
 
     # ---- frames
 

@@ -56,7 +56,7 @@ def test_uniforms_fill_the_unit_interval_evenly():
     draws = one_key(100_000)
     observed, _ = np.histogram(draws, bins=100, range=(0, 1))
     chi_square = float(((observed - 1000) ** 2 / 1000).sum())
-    assert 0 <= draws.min()
+    assert draws.min() >= 0
     assert draws.max() < 1
     assert 49 < chi_square < 161, "99 degrees of freedom, 0.01 % on either side"
     neighbours = np.corrcoef(draws[:-1], draws[1:])[0, 1]

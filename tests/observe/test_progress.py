@@ -12,7 +12,7 @@ def record(step, **changes):
         "step": step,
         "reward_mean": 0.25,
         "staleness_mean": 0.5,
-        "staleness_max": 1,
+        "staleness_max": 1.0,
         "tokens_generated": 3000,
         "time_step_s": 2.0,
         "time_wait_s": 0.5,

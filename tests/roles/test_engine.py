@@ -40,7 +40,7 @@ ENDLESS = 1_000_000
 
 
 class CountingEngine:
-    """Samples 0, 1, 2, ... for every request. With `permits`, each step with work takes one; `poison` makes one raise."""
+    """Samples 0, 1, 2, ... for every request. With `permits` each step takes one; `poison` is what a step raises."""
 
     exact = True
 
@@ -227,6 +227,22 @@ def test_cancelling_the_call_aborts_the_request():
     run(test)
 
 
+def test_a_call_cancelled_after_the_loop_and_its_thread_have_ended_ends_quietly():
+    async def test():
+        permits = threading.Semaphore(0)
+        with ThreadPoolExecutor(1) as executor:
+            role = role_of(CountingEngine(permits), executor)
+            answer = asyncio.create_task(role.handle(request("r", [5], ENDLESS), PROXY, nowhere))
+            async with running(role):
+                await asyncio.sleep(0)
+                permits.release(10)
+        answer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+
+    run(test)
+
+
 def test_a_finished_request_is_not_aborted():
     async def test():
         engine = CountingEngine()
@@ -293,7 +309,7 @@ def test_a_caller_that_takes_no_parts_loses_its_request_after_the_deadline():
 
         role = role_of(engine, call_deadline_s=0.01)
         async with running(role):
-            with pytest.raises(DeadlineError, match="request r was not taken within 0.01 s"):
+            with pytest.raises(DeadlineError, match=r"request r was not taken within 0\.01 s"):
                 await role.handle(request("r", [5], ENDLESS), PROXY, never_taken)
         assert stuck.is_set()
         assert engine.aborted == ["r"]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from trainer_cases import make_batch, make_model, weights_of
@@ -81,17 +82,13 @@ def test_saving_disturbs_nothing_and_a_checkpoint_of_step_0_loads(make_trainer: 
 def test_random_states_and_skipped_steps_come_back(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     trainer = make_trainer(preset="dr_grpo", optimizer=OptimizerSection(max_skipped_steps=5))
     manifest, rows = make_batch(1)
-    trainer.train(manifest, [type(rows[0])(**{**fields(rows[0]), "reward": 1e39}), *rows[1:]])
+    trainer.train(manifest, [msgspec.structs.replace(rows[0], reward=1e39), *rows[1:]])
     trainer.save(tmp_path / "step-000001")
     drawn = torch.rand(3)
     other = make_trainer(preset="dr_grpo", optimizer=OptimizerSection(max_skipped_steps=5))
     other.load(tmp_path / "step-000001")
     assert torch.equal(torch.rand(3), drawn)
     assert other.train(*make_batch(2)).metrics["skipped_steps"] == 1
-
-
-def fields(record: object) -> dict[str, object]:
-    return {name: getattr(record, name) for name in record.__struct_fields__}  # type: ignore[attr-defined]
 
 
 def test_the_config_of_the_resumed_run_wins_over_the_checkpoints_and_is_reported(

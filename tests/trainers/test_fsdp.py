@@ -273,6 +273,31 @@ def test_a_failed_member_leaves_baseline_and_loss(make_trainer: MakeTrainer) -> 
     assert_weights_close(weights_of(trainer), weights, 1e-6)
 
 
+@pytest.mark.parametrize("preset", ["grpo", "gspo", "cispo", "tis", "topr", "opmd", "rloo", "kimi", "dppo"])
+def test_rows_without_advantage_are_measured_and_leaving_out_their_gradient_changes_nothing(
+    make_trainer: MakeTrainer, preset: str
+) -> None:
+    manifest, rows = make_batch(1, groups=2)
+    rows = [replace(row, reward=0.5) if row.sample.group == 0 else row for row in rows]
+    # A term too small to matter makes every row take the pass with gradient.
+    quick, thorough = make_trainer(preset=preset), make_trainer(preset=preset, entropy_coefficient=1e-30)
+    found, expected = quick.train(manifest, rows).metrics, thorough.train(manifest, rows).metrics
+    assert found["tokens_trained"] == sum(row.num_sampled for row in rows)
+    for name in ("loss", "grad_norm", "rho_mean", "rho_max", "mismatch_k3", "entropy"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+    assert_weights_close(weights_of(quick), weights_of(thorough), 1e-6)
+
+
+def test_a_batch_without_signal_still_lets_the_moments_act(make_trainer: MakeTrainer) -> None:
+    manifest, rows = make_batch(2)
+    batches = [make_batch(1), (manifest, [replace(row, reward=1.0) for row in rows])]
+    weights, _, _ = plain_training(batches, SECTION)
+    trainer = make_trainer(optimizer=SECTION)
+    for batch in batches:
+        trainer.train(*batch)
+    assert_weights_close(weights_of(trainer), weights, 1e-6)
+
+
 def test_a_batch_without_a_usable_row_moves_nothing_and_says_so(make_trainer: MakeTrainer) -> None:
     manifest, rows = make_batch(1)
     trainer = make_trainer()
@@ -393,7 +418,7 @@ def test_metrics_describe_the_batch(make_trainer: MakeTrainer) -> None:
         "truncated_fraction": 0.25, "failed_fraction": 0, "no_signal_fraction": 0.5, "tokens_trained": 100,
         "staleness_mean": 0.75, "staleness_max": 2, "staleness_0": 0.5, "staleness_1": 0.25, "staleness_2": 0.25,
         "num_samples": 4, "r_mean": 1, "r_max": 1, "learning_rate": 0.01, "empty_batch": 0, "skipped_steps": 0,
-        "num_micro_batches": 2, "padding_fraction": 1 - 116 / (3 * 48 + 16),
+        "num_micro_batches": 2, "padding_fraction": 1 - 116 / (2 * 32 + 2 * 48),
     }  # fmt: skip
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     by_lag = [metrics[f"mismatch_k3_lag_{lag}"] for lag in (0, 1, 2)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from trainer_cases import make_batch, weights_of
-from two_ranks import make, run
+from two_ranks import make, run, second_batch
 
 from flashflow.trainers import checkpoint
 
@@ -38,7 +38,7 @@ def test_two_ranks_of_which_one_idles_train_what_one_does(tmp_path: Path) -> Non
             np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert all(torch.equal(outcomes[0]["weights"][name], tensor) for name, tensor in outcomes[1]["weights"].items())
     alone.load(folder / checkpoint.folder_name(1))
-    alone.train(*make_batch(2))
+    alone.train(*second_batch())
     again = weights_of(alone)
     for name, tensor in outcomes[0]["weights"].items():
         torch.testing.assert_close(again[name], tensor, rtol=0, atol=1e-6)

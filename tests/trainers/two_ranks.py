@@ -1,23 +1,24 @@
-"""One rank of test_ranks.py: trains, saves and writes what an engine would get. Arguments: rank, number of ranks, folder."""
+"""One rank of test_ranks.py: trains, saves, writes what an engine would get. Arguments: rank, ranks in all, folder."""
 
 import os
 import sys
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
-from trainer_cases import make_batch, make_model, weights_of
+from trainer_cases import Batch, make_batch, make_model, weights_of
 
 from flashflow.algorithms.presets import resolve
 from flashflow.config.sections import OptimizerSection
 from flashflow.trainers.fsdp import FsdpTrainer
 
 BUDGET = 200
-"""Three micro-batches: with two ranks one of them idles in the last round."""
+"""Odd numbers of micro-batches: with two ranks one of them idles in the last round."""
 
 
 def make(run_id: str) -> FsdpTrainer:
-    advantage, loss = resolve("grpo", {"kl_coefficient": 0.05}, alpha=1.0)
+    advantage, loss = resolve("grpo", {"kl_coefficient": 0.05, "kl_placement": "reward"}, alpha=1.0)
     return FsdpTrainer(
         make_model(), run_id=run_id, advantage=advantage, loss=loss,
         optimizer=OptimizerSection(lr=1e-2, eps=1e-3, clip_norm=0.5), num_steps=10, micro_batch_tokens=BUDGET,
@@ -25,11 +26,17 @@ def make(run_id: str) -> FsdpTrainer:
     )  # fmt: skip
 
 
+def second_batch() -> Batch:
+    """With a member that failed and, its only mate being left, a group that is measured but has no gradient."""
+    manifest, rows = make_batch(2, groups=5, group_size=2)
+    return manifest, [msgspec.structs.replace(rows[0], reward=None, outcome="failed"), *rows[1:]]
+
+
 def run(trainer: FsdpTrainer, folder: Path) -> dict[str, object]:
     """The outcome of two steps, a checkpoint in between."""
     results = [trainer.train(*make_batch(1))]
     trainer.save(folder / "step-000001")
-    results.append(trainer.train(*make_batch(2)))
+    results.append(trainer.train(*second_batch()))
     return {"metrics": [result.metrics for result in results], "weights": weights_of(trainer)}
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,19 +12,13 @@ from flashflow.config.sections import NetworkSection
 from flashflow.errors import ContractError, DeadlineError, PeerLost, RemoteError, TransportError
 from flashflow.records import SampleId, Task
 from flashflow.simulate.clock import run_virtual
-from flashflow.transport.channel import Client, Emit, Handler, Peer, Transport
+from flashflow.transport.channel import Emit, Handler, Peer
 from flashflow.transport.in_process import InProcessNetwork, InProcessTransport
 from flashflow.transport.sessions import STREAM_WINDOW
-from flashflow.transport.zeromq import ZmqTransport
-from flashflow.transport.zeromq_client import ZmqClient
 
 SECTION = NetworkSection(startup_deadline_s=20.0)
 LONG_S = 1000.0
 BUFFER, ENV = Peer("buffer", 0, 0), Peer("env", 0, 0)
-
-TRANSPORTS: tuple[type[Transport], ...] = (InProcessTransport, ZmqTransport)
-CLIENTS: tuple[Callable[..., Client], ...] = (ZmqClient,)
-"""Checked by mypy: both implement the protocol."""
 
 
 def part(token: int) -> m.GenerateReply:

@@ -309,10 +309,9 @@ def test_leaving_a_stream_cancels_its_handler() -> None:
                 ended.set()
 
         async with paired(handler) as pair:
-            async with contextlib.aclosing(
-                pair.client.stream(generate(), m.GenerateReply, idle_deadline_s=LONG_S)
-            ) as stream:
-                await anext(stream)
+            stream = pair.client.stream(generate(), m.GenerateReply, idle_deadline_s=LONG_S)
+            await anext(stream)
+            await stream.aclose()
             await ended.wait()
 
     run(scenario())
@@ -372,9 +371,8 @@ def test_streams_that_hold_every_credit_do_not_hold_up_a_call() -> None:
             return m.Ack()
 
         async with paired(handler, credits=1) as pair:
-            async with contextlib.aclosing(
-                pair.client.stream(generate(), m.GenerateReply, idle_deadline_s=LONG_S)
-            ) as stream:
+            stream = pair.client.stream(generate(), m.GenerateReply, idle_deadline_s=LONG_S)
+            async with contextlib.aclosing(stream):
                 await anext(stream)
                 assert await pair.client.call(m.Finish(), m.Ack, deadline_s=LONG_S) == m.Ack()
 
@@ -388,9 +386,7 @@ def test_an_abort_overtakes_fifty_megabytes_of_data() -> None:
         async with paired(held) as pair:
             await pair.client.call(m.Finish(), m.Serving, deadline_s=LONG_S)
             await held.started.get()
-            big = asyncio.create_task(
-                pair.client.call(generate(tokens=12_500_000), m.Serving, deadline_s=LONG_S)
-            )
+            big = asyncio.create_task(pair.client.call(generate(tokens=12_500_000), m.Serving, deadline_s=LONG_S))
             abort = asyncio.create_task(pair.client.call(m.Abort(requests=["q"]), m.Serving, deadline_s=LONG_S))
             assert isinstance(await held.started.get(), m.Abort)
             assert isinstance(await held.started.get(), m.Generate)
@@ -437,9 +433,19 @@ class RawCaller:
 
 @asynccontextmanager
 async def raw(pair: Pair) -> AsyncIterator[Callable[..., RawCaller]]:
+    made: list[RawCaller] = []
+
+    def make(peer: Peer, **options: str) -> RawCaller:
+        made.append(RawCaller(context, pair.server.address, peer, **options))
+        return made[-1]
+
     with zmq.asyncio.Context() as context:
-        yield lambda peer, **options: RawCaller(context, pair.server.address, peer, **options)
-        context.destroy(linger=0)
+        try:
+            yield make
+        finally:
+            for caller in made:
+                for socket in caller.lanes.values():
+                    socket.close(linger=0)
 
 
 def with_raw(
@@ -503,9 +509,7 @@ def test_frames_of_another_run_of_another_target_and_garbage_are_refused_and_cou
         stranger = make(Peer("env", 8, 0), run_id="other")
         await stranger.send("control", e.Hello(stamp=stranger.stamp(), next_sequence=1, outstanding=[]))
         caller = make(Peer("env", 5, 0))
-        await caller.send(
-            "control", e.Hello(stamp=caller.stamp(to="proxy-0"), next_sequence=1, outstanding=[])
-        )
+        await caller.send("control", e.Hello(stamp=caller.stamp(to="proxy-0"), next_sequence=1, outstanding=[]))
         for garbage in (b"", b"\xc1", b"\x00" * 100, e.seal(e.Welcome(stamp=caller.stamp(), unknown=[], credits=1))):
             await caller.lanes["control"].send_multipart([garbage])
         await caller.hello()

@@ -1,0 +1,127 @@
+"""The ring as real processes: equal to the reference loop, and it ends in order whatever happens to it."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from flashflow.config import load_config
+from tests.reference_loop import reference_loop
+from tests.ring import children, command, environment, final_weights, make_ring, metrics, train
+
+WAIT_S = 120
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return reference_loop(load_config(make_ring(tmp_path_factory.mktemp("reference"))))
+
+
+class Run:
+    """A `flashflow train` under way."""
+
+    def __init__(self, path: Path, *arguments: str) -> None:
+        self.path = path
+        self.process = subprocess.Popen(
+            command(path, *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+        )
+        self.segments_before = segments()
+
+    def until_step(self, step: int) -> None:
+        """Blocks on the output line that reports the step."""
+        assert self.process.stdout is not None
+        lines = []
+        for line in self.process.stdout:
+            lines.append(line)
+            if line.startswith(f"step {step}/"):
+                return
+        raise AssertionError("".join(lines))
+
+    def end(self) -> tuple[int, str, float]:
+        """Exit code, the rest of the output, seconds until the end."""
+        started = time.monotonic()
+        output, _ = self.process.communicate(timeout=WAIT_S)
+        return self.process.returncode, output, time.monotonic() - started
+
+
+def segments() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("flashflow")}
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("env", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_ring_between_processes_equals_the_reference_loop_bit_for_bit(tmp_path, reference, env):
+    path = make_ring(tmp_path, overrides={"placement.env": env, "placement.reward": 1})
+    ended = train(path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    history, weights = reference
+    assert [line["loss"] for line in metrics(path)] == [step["loss"] for step in history]
+    final = final_weights(path)
+    assert all(torch.equal(final[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_reward_that_raises_stops_the_run_with_its_traceback(tmp_path):
+    run = Run(make_ring(tmp_path, reward="explode"))
+    code, output, _ = run.end()
+    assert code == 1
+    assert "ZeroDivisionError: the reward function of the test blew up" in output
+    assert "rewards.py" in output
+    assert segments() <= run.segments_before
+    config = load_config(run.path)
+    assert (config.run_folder / "config.yaml").exists()
+    assert any((config.run_folder / "journal").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_in_order_and_it_resumes(tmp_path, number, code):
+    run = Run(make_ring(tmp_path, overrides={"run.steps": 500, "rollout.alpha": 1, "checkpoint.every_steps": 0}))
+    run.until_step(3)
+    pids = list(children(run.process.pid).values())
+    assert len(pids) == 7
+    run.process.send_signal(number)
+    found, output, seconds = run.end()
+    assert found == code, output
+    assert seconds < 10
+    assert alive(pids) == []
+    assert segments() <= run.segments_before
+    done = metrics(run.path)[-1]["step"]
+    assert (load_config(run.path).run_folder / "checkpoints" / f"step-{done:06d}").exists()
+
+    resumed = train(run.path, f"run.steps={done + 2}", "--resume")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert [line["step"] for line in metrics(run.path)] == list(range(1, done + 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["env-0", "reward-0", "engine-0", "buffer-0", "proxy-0", "trainer-0", "controller-0"])
+def test_a_killed_process_is_replaced_and_every_planned_step_is_trained(tmp_path, role):
+    overrides = {"run.steps": 12, "rollout.alpha": 1, "placement.env": 2, "network.peer_deadline_s": 3}
+    run = Run(make_ring(tmp_path, overrides=overrides))
+    run.until_step(3)
+    os.kill(children(run.process.pid)[role], signal.SIGKILL)
+    code, output, _ = run.end()
+    assert code == 0, output
+    assert f"{role} was killed by SIGKILL" in output
+    lines = metrics(run.path)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert max(line["staleness_max"] for line in lines) <= 1
+    assert segments() <= run.segments_before
+
+
+@pytest.mark.slow
+def test_a_killed_supervisor_leaves_no_process_behind(tmp_path):
+    run = Run(make_ring(tmp_path, overrides={"run.steps": 500, "rollout.alpha": 1}))
+    run.until_step(2)
+    processes = [psutil.Process(pid) for pid in children(run.process.pid).values()]
+    run.process.kill()
+    _, left = psutil.wait_procs(processes, timeout=20)
+    assert left == []
