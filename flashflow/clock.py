@@ -1,4 +1,4 @@
-"""Time of the scheduling code. Roles ask this clock and nothing else, so that a loop with virtual time simulates them."""
+"""Time of the scheduling code. Roles ask this clock and nothing else: a loop with virtual time simulates them."""
 
 import asyncio
 from typing import Protocol
@@ -13,7 +13,7 @@ class Clock(Protocol):
 
 
 class LoopClock:
-    """The running event loop's time: the machine's, or virtual where the loop's is. `asyncio.timeout` agrees with it."""
+    """The running event loop's time: the machine's, or virtual. `asyncio.timeout` agrees with it."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()

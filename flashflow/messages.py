@@ -4,7 +4,7 @@ A call is answered by exactly one reply. A streamed call may be preceded by part
 Arrays travel as raw frames (transport/codec.py).
 """
 
-from typing import Literal
+from typing import Literal, dataclass_transform
 
 import msgspec
 
@@ -20,6 +20,7 @@ from flashflow.records import (
 )
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of messages; the tag is the class name."""
 

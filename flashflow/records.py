@@ -3,7 +3,7 @@
 Letters of array shapes: T tokens of one trajectory, prompt and every turn, in order.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, dataclass_transform
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of records."""
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +116,3 @@ def children(pid: int) -> dict[str, int]:
             spec = json.loads(line[-1])
             found[f"{spec['role']}-{spec['index']}"] = process.pid
     return found
-
-
-

@@ -1,6 +1,7 @@
 """The ring as real processes: equal to the reference loop, and it ends in order whatever happens to it."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -38,7 +39,7 @@ class Run:
         lines = []
         for line in self.process.stdout:
             lines.append(line)
-            if line.startswith(f"step {step}/"):
+            if re.match(rf"step +{step}/", line):
                 return
         raise AssertionError("".join(lines))
 

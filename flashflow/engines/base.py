@@ -61,7 +61,7 @@ class Engine(Protocol):
         ...
 
     def load(self, version: int, tensors: Mapping[str, "torch.Tensor"]) -> None:
-        """Swap the weights whole; called between two steps. The tensors may be kept as they are (views of shared memory).
+        """Swap the weights whole; called between two steps. The tensors may be kept (views of shared memory).
 
         Raises WeightsError on a missing, unknown or misshapen name, and changes nothing then.
         """

@@ -1,4 +1,4 @@
-"""Puts a role together from its sections. Imports of torch happen inside, so that each process pays only for its own role."""
+"""Puts a role together from its sections. torch is imported inside, so that each process pays for its own role only."""
 
 import contextlib
 import tempfile

@@ -24,8 +24,10 @@ class RunEvents:
         self._on_note = on_note
 
     def step(self, record: dict[str, Any]) -> None:
-        if record["step"] > self._metrics.last_step:
-            self._metrics.write(record)
+        if record["step"] <= self._metrics.last_step:
+            self._on_note(f"step {record['step']} was trained again from its manifest")
+            return
+        self._metrics.write(record)
         self._on_step(record)
 
     def evaluation(self, version: int, accuracy: float, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The identical roles in one process, over in-process queues: the debugger, the fast test, and the base of the simulator."""
+"""The identical roles in one process, over in-process queues: for the debugger, fast tests and the simulator."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,6 +13,7 @@ from flashflow.roles.controller import Outcome
 from flashflow.transport.channel import Peer
 from flashflow.transport.in_process import InProcessNetwork, InProcessTransport
 from flashflow.transport.in_process_server import Delay
+
 
 def run_in_process(config: Config, display: Display, *, resume: bool, delay: Delay | None = None) -> Outcome:
     """Runs to the end on the machine's clock; raises what a role raises. `delay` seconds are added to a message."""

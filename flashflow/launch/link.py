@@ -7,11 +7,12 @@ import asyncio
 import socket
 import struct
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, dataclass_transform
 
 import msgspec
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class LinkMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base; the tag is the class name."""
 

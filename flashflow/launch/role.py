@@ -38,14 +38,13 @@ from flashflow.launch.link import (
 )
 from flashflow.transport.addresses import Address, Addresses
 from flashflow.transport.channel import Peer
+from flashflow.transport.security import load_run_key
 from flashflow.transport.zeromq import ZmqTransport
 
 PR_SET_PDEATHSIG = 1
 
 
 class RoleSpec(msgspec.Struct, frozen=True):
-    """What the supervisor tells a role process on its command line."""
-
     role: str
     index: int
     incarnation: int
@@ -57,6 +56,8 @@ class RoleSpec(msgspec.Struct, frozen=True):
     supervisor_pid: int
     cpus: list[int] | None
     resume: bool
+    key: str | None
+    """Path of the run's CURVE key (mode 0600); None on loopback."""
 
     @property
     def name(self) -> str:
@@ -73,7 +74,11 @@ class RoleProcess:
         self.clock = LoopClock()
         generation = spec.generation if spec.role in ("controller", "trainer") else 0
         self.transport = ZmqTransport(
-            Peer(spec.role, spec.index, spec.incarnation, generation), spec.run_id, self.addresses, config.network
+            Peer(spec.role, spec.index, spec.incarnation, generation),
+            spec.run_id,
+            self.addresses,
+            config.network,
+            None if spec.key is None else load_run_key(Path(spec.key)),
         )
 
     async def run(self) -> None:
@@ -162,7 +167,11 @@ class RoleProcess:
         await asyncio.to_thread(self._join_gang, rank=1 + self.spec.index)
         gang, deadline_s = self._gang_folder(), self.config.network.train_step_deadline_s
         rpc.init_process_group(
-            resolve_device(self.config.model.device).type, rank=self.spec.index, world_size=1, store=gang / "group", deadline_s=deadline_s
+            resolve_device(self.config.model.device).type,
+            rank=self.spec.index,
+            world_size=1,
+            store=gang / "group",
+            deadline_s=deadline_s,
         )
         with ThreadPoolExecutor(1, "trainer") as executor:
             trainer = build.trainer(self.config, self.transport, self.spec.run_id, executor)

@@ -1,13 +1,13 @@
 """`flashflow train`: prepares the run folder, runs the roles, says how it ended."""
 
 import asyncio
-import json
 import uuid
 from pathlib import Path
 
 from flashflow.config import Config, dump_config
 from flashflow.errors import ConfigError
 from flashflow.launch.plan import plan
+from flashflow.observe.metrics import read_metrics
 from flashflow.observe.progress import ProgressDisplay
 from flashflow.transport.weights.segment import remove_segments
 
@@ -19,7 +19,7 @@ def train(config: Config, *, resume: bool, overwrite: bool = False) -> int:
     """Exit code: 0 done, 1 failed, 130 or 143 ended by a signal (with a checkpoint). Raises ConfigError."""
     with ProgressDisplay() as display:
         config = prepare(config, display, resume=resume, overwrite=overwrite)
-        display.start(config.run.steps)
+        display.start(config.run.steps, first_step=steps_done(config))
         if config.run.runtime == "in_process":
             from flashflow.launch.in_process import run_in_process
 
@@ -82,10 +82,15 @@ def supervise(config: Config, display: ProgressDisplay, *, resume: bool) -> tupl
         remove_segments(run_id)
 
 
+def steps_done(config: Config) -> int:
+    """Steps in the metrics of the run folder."""
+    lines = read_metrics(config.run_folder / "metrics.jsonl")
+    return int(lines[-1]["step"]) if lines else 0
+
+
 def summary(config: Config, code: int) -> dict[str, object]:
     """What a person wants to know at the end, read back from metrics.jsonl."""
-    path = config.run_folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = read_metrics(config.run_folder / "metrics.jsonl")
     accuracies = [
         (evaluation["version"], evaluation["accuracy"]) for line in lines for evaluation in line.get("evaluations", [])
     ]

@@ -1,6 +1,6 @@
 """Starts the role processes of one host, watches them, restarts what may restart, and ends them in order.
 
-    SUPERVISOR <==link==> every role process        controller --StepDone, Finished--> SUPERVISOR --> the person's terminal
+    SUPERVISOR <==link==> every role process      controller --StepDone, Finished--> SUPERVISOR --> a person's terminal
 
 waits for: news on the links, exits of processes, signals.
 unblocked by: each of them; ending has a deadline after which everything is killed.
@@ -35,6 +35,7 @@ from flashflow.launch.link import (
 from flashflow.launch.plan import ProcessPlan
 from flashflow.launch.role import RoleSpec
 from flashflow.topology import GANG
+from flashflow.transport.security import create_run_key, is_loopback
 
 EXIT_FAILED = 1
 LOG_TAIL_LINES = 15
@@ -108,6 +109,7 @@ class Supervisor:
         self._logs = config.run_folder / "logs"
         self._handles = [RoleHandle(plan, self._logs / f"{plan.role}-{plan.index}.log") for plan in plans]
         self._generation = 1
+        self._key: Path | None = None
         self._ending = asyncio.Event()
         self._news = asyncio.Event()
         self._signal: int | None = None
@@ -118,6 +120,7 @@ class Supervisor:
     async def run(self) -> int:
         """The exit code: 0 done, 1 failed, 128 + n ended by signal n."""
         self._logs.mkdir(parents=True, exist_ok=True)
+        self._key = _make_key(self._config, self._run_id)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -167,6 +170,7 @@ class Supervisor:
             supervisor_pid=os.getpid(),
             cpus=list(plan.affinity) if plan.affinity is not None else None,
             resume=self._resume or self._generation > 1,
+            key=None if self._key is None else str(self._key),
         )
         command = [sys.executable, "-m", "flashflow.launch.role", msgspec.json.encode(spec).decode()]
         return await asyncio.create_subprocess_exec(
@@ -263,7 +267,8 @@ class Supervisor:
             return
         self._generation += 1
         self._display.note(
-            f"{first.name} {_died(code)}; the gang starts again as generation {self._generation} from the newest checkpoint"
+            f"{first.name} {_died(code)}; the gang starts again from the newest checkpoint "
+            f"(generation {self._generation})"
         )
         for handle in gang:
             old = handle.process
@@ -338,6 +343,16 @@ class Supervisor:
         for handle in self._handles:
             if handle.link is not None:
                 handle.link.close()
+
+
+def _make_key(config: Config, run_id: str) -> Path | None:
+    """A key per run whenever the sockets leave this host (contract 6)."""
+    if is_loopback(config.network.interface):
+        return None
+    path = config.run_folder / "keys" / f"{run_id}.key"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    create_run_key(path)
+    return path
 
 
 def _died(code: int) -> str:

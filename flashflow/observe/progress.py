@@ -81,3 +81,4 @@ class ProgressDisplay:
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()  # a pipe or a file must show a step when it is done, not 8 kB later

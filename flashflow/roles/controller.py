@@ -36,7 +36,6 @@ from flashflow.roles.publication import PublicationLane
 from flashflow.trainers.base import TrainResult
 from flashflow.transport.channel import Client
 
-
 T = TypeVar("T")
 
 
@@ -156,8 +155,11 @@ class Controller:
             )
             if batch.manifest is None:
                 raise ContractError(f"the journal holds no manifest {redone}: {batch.reason}")
-            await self._train(batch.manifest)
-            step = redone
+            started = self._clock.now()
+            result = await self._train(batch.manifest)
+            step, train_s = redone, self._clock.now() - started
+            times = {"time_step_s": train_s, "time_wait_s": 0.0, "time_train_s": train_s, "time_sync_s": 0.0}
+            await self._report(step, batch, result, times)
         return step
 
     async def _train_from(self, step: int) -> tuple[int, str]:
@@ -263,6 +265,7 @@ class Controller:
         record: dict[str, Any] = {
             "step": step,
             "version": step,
+            "redone": float(batch.manifest.redone),
             "published_version": self._lane.published.version,
             "groups": len({row.sample.group for row in batch.manifest.rows}),
             "samples": len(batch.manifest.rows),

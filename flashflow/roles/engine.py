@@ -167,7 +167,7 @@ class EngineRole:
                     await self._send(name, answer.take(), emit)
             return answer.take()
         finally:
-            # Also when `submit` was cancelled on its way: its abort comes behind it. After `run` the thread may be gone.
+            # A `submit` cancelled on its way has its abort behind it. After `run` the thread may be gone.
             del self._answers[name]
             if not answer.ended.is_set() and not self._stopped:
                 await self._compute(self._engine.abort, name)

@@ -2,8 +2,8 @@
 
     stage(v) -> [ UPDATE v at the engines -> ServingVersion v to the buffer -> evaluation of v ] -> [ UPDATE v+1 ... ]
 
-An evaluation pins its version: the next UPDATE waits until it ends (contract 9). Two staged copies take turns, so a copy may be
-overwritten as soon as the version after it is served.
+An evaluation pins its version: the next UPDATE waits until it ends (contract 9). Two staged copies take turns, so a
+copy may be overwritten as soon as the version after it is served.
 """
 
 import asyncio

@@ -19,8 +19,8 @@ from flashflow.config.sections import CheckpointSection, NetworkSection
 from flashflow.errors import ContractError
 from flashflow.messages import FetchRows, Rows
 from flashflow.records import Manifest, SharedWeights, Trajectory
-from flashflow.trainers import checkpoint
 from flashflow.trainers.base import Trainer, TrainResult
+from flashflow.trainers.checkpoint import folder_name, newest_complete, prune
 from flashflow.transport.channel import Client
 
 ROWS_PER_FETCH = 64
@@ -51,7 +51,7 @@ class TrainerRole:
         self._executor = executor
 
     async def open(self, resume: bool) -> int:
-        newest = checkpoint.newest_complete(self._folder) if resume else None
+        newest = newest_complete(self._folder) if resume else None
         if newest is not None:
             await self._compute(self._trainer.load, newest)
         return self._trainer.step
@@ -64,9 +64,9 @@ class TrainerRole:
         return await self._compute(self._trainer.stage)
 
     async def save(self) -> Path:
-        folder = self._folder / checkpoint.folder_name(self._trainer.step)
+        folder = self._folder / folder_name(self._trainer.step)
         await self._compute(self._trainer.save, folder)
-        await self._compute(checkpoint.prune, self._folder, self._checkpoint.keep)
+        await self._compute(prune, self._folder, self._checkpoint.keep)
         return folder
 
     async def close(self) -> None:

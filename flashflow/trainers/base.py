@@ -13,7 +13,8 @@ class TrainResult(msgspec.Struct, frozen=True):
 
     step: int
     metrics: dict[str, float]
-    """loss, grad_norm, learning_rate, r_mean, r_max, w_mean, w_max, rho_mean, mismatch_k3, clip_fraction, entropy, tokens_trained, ..."""
+    """At least loss, grad_norm, learning_rate, tokens_trained, r_mean, r_max, w_mean, w_max, rho_mean, mismatch_k3,
+    clip_fraction, entropy."""
 
 
 class Trainer(Protocol):

@@ -20,7 +20,6 @@ from flashflow.packing import MicroBatch
 from flashflow.records import Manifest, Trajectory
 from flashflow.trainers.scorable import is_scorable
 
-
 WITHOUT_ADVANTAGE = frozenset({"kimi", "dppo_tv"})
 """Surrogates with a term that the advantage does not multiply."""
 

@@ -1,6 +1,7 @@
-"""Control of the trainer gang by torch.distributed RPC (TensorPipe). A world lives and dies whole: one per gang generation.
+"""Control of the trainer gang by torch.distributed RPC (TensorPipe): a world lives and dies whole, one a generation.
 
-RPC pickles by nature, so only names of methods and msgpack bytes cross it, a few kB each; trajectories never do (contract 6).
+RPC pickles by nature, so only names of methods and msgpack bytes cross it, a few kB each; trajectories never do
+(contract 6).
 """
 
 import asyncio
@@ -35,7 +36,7 @@ def join(name: str, *, rank: int, world_size: int, store: Path, deadline_s: floa
         num_worker_threads=NUM_THREADS, rpc_timeout=deadline_s, init_method=f"file://{store.resolve()}"
     )
     try:
-        rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+        rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
     except (RuntimeError, ValueError) as error:
         raise DeadlineError(f"{name} could not enter the RPC world of {world_size} at {store}: {error}") from error
 
@@ -92,7 +93,9 @@ class RpcTrainerLink:
     async def _call(self, method: str, payload: bytes) -> bytes:
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[tuple[str, bytes]] = loop.create_future()
-        future = rpc.rpc_async(trainer_name(0), _answer, args=(method, payload, self._deadline_s), timeout=self._deadline_s)
+        future = rpc.rpc_async(
+            trainer_name(0), _answer, args=(method, payload, self._deadline_s), timeout=self._deadline_s
+        )
 
         def done(finished: "torch.futures.Future[tuple[str, bytes]]") -> None:
             loop.call_soon_threadsafe(_settle, answered, finished)

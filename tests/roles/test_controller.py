@@ -54,6 +54,7 @@ class World:
         self.eval_gate = asyncio.Event()
         self.eval_gate.set()
         self.eval_started = asyncio.Event()
+        self.trained_one = asyncio.Event()
         self.no_batch_from: int | None = None
         self.waiting_for_batch = asyncio.Event()
         self.update_error: Exception | None = None
@@ -104,6 +105,7 @@ class World:
     async def train(self, batch: Manifest) -> TrainResult:
         self.step_now = batch.step
         self.log.append(f"train {batch.step}")
+        self.trained_one.set()
         return TrainResult(step=batch.step, metrics={"loss": 0.0})
 
     async def stage(self) -> SharedWeights:
@@ -167,8 +169,7 @@ def test_an_evaluation_pins_its_version_while_training_goes_on():
         world.eval_gate.clear()
         running = asyncio.create_task(controller(world, steps=2, every_eval=1).run())
         await world.eval_started.wait()
-        while "train 1" not in world.log:
-            await asyncio.sleep(0)
+        await world.trained_one.wait()
         assert "update 1" not in world.log
         world.eval_gate.set()
         await running
@@ -218,8 +219,7 @@ def test_stopped_during_an_evaluation_it_does_not_wait_for_it():
         world.eval_gate.clear()
         it = controller(world, steps=10, every_eval=1)
         running = asyncio.create_task(it.run())
-        while "train 1" not in world.log:
-            await asyncio.sleep(0)
+        await world.trained_one.wait()
         it.stop()
         outcome = await running
         assert outcome.reason == "stopped"
