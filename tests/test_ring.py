@@ -85,7 +85,7 @@ def test_staleness_is_bounded_by_alpha_and_reached(tmp_path, alpha):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_with_learning_rate_0_engine_and_trainer_agree(tmp_path, temperature):
-    overrides = in_process(rollout__alpha=1, sampling__temperature=temperature, optimizer__lr=1e-30)
+    overrides = in_process(rollout__alpha=1, sampling__temperature=temperature, optimizer__lr=0.0)
     path = make_ring(tmp_path, overrides=overrides)
     play(path)
     for line in metrics(path):

@@ -160,8 +160,8 @@ class BatchSection(Section):
 class OptimizerSection(Section):
     """AdamW."""
 
-    lr: PositiveFloat = 1e-6
-    """Learning rate after the warm-up."""
+    lr: NonNegativeFloat = 1e-6
+    """Learning rate after the warm-up; 0 leaves the weights as they are."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay of the first and the second moment."""
     eps: PositiveFloat = 1e-8
@@ -199,7 +199,7 @@ class TorchEngineSection(Section):
     """Prompt and answers of one attempt together."""
     batch_invariant: bool = False
     """Refuse to start unless samples are independent of their batch mates to the last bit."""
-    stream_every_s: PositiveFloat = 0.1
+    stream_every_s: PositiveFloat = 1.0
     """Sampled tokens are handed on so often; what a dead engine had not handed on is sampled again."""
 
 

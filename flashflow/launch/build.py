@@ -1,11 +1,14 @@
 """Puts a role together from its sections. torch is imported inside, so that each process pays for its own role only."""
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from flashflow.clock import Clock
 from flashflow.config.sections import Config
@@ -51,8 +54,13 @@ def prompt_codec(config: Config) -> "PromptCodec":
     tokenizer = load_tokenizer(config.model.path)
     column, system_prompt = config.data.prompt_column, config.data.system_prompt
 
+    # The members of a group have the same prompt, and come together.
+    @functools.lru_cache(maxsize=4096)
+    def encoded(prompt: bytes) -> list[int]:
+        return render_prompt(tokenizer, msgspec.msgpack.decode(prompt), system_prompt)
+
     def encode(task: Task) -> list[int]:
-        return render_prompt(tokenizer, task.row[column], system_prompt)
+        return encoded(msgspec.msgpack.encode(task.row[column]))
 
     return PromptCodec(
         encode=encode,

@@ -71,6 +71,8 @@ class RoleHandle:
         self.incarnation = 0
         self.restarts = 0
         self.process: asyncio.subprocess.Process | None = None
+        self.retired: asyncio.subprocess.Process | None = None
+        """The incarnation that this supervisor ended itself; its exit is no news."""
         self.link: Link | None = None
         self.place: Place | None = None
         self.started = False
@@ -238,7 +240,7 @@ class Supervisor:
     async def _reap(self, handle: RoleHandle, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         await asyncio.sleep(0)  # let what it said last be read first
-        if self._ending.is_set() or handle.finished:
+        if self._ending.is_set() or handle.finished or handle.retired is process:
             return
         if handle.failed is not None and not handle.failed.transient:
             self._fail(handle, handle.failed.text)
@@ -271,13 +273,11 @@ class Supervisor:
             f"(generation {self._generation})"
         )
         for handle in gang:
-            old = handle.process
-            handle.finished = True  # its exit is ours, not news
+            handle.retired = handle.process
             handle.kill()
-            if old is not None:
-                await old.wait()
+            if handle.process is not None:
+                await handle.process.wait()
         for handle in gang:
-            handle.finished = False
             await self._start(handle)
 
     @property
