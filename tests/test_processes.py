@@ -126,3 +126,17 @@ def test_a_killed_supervisor_leaves_no_process_behind(tmp_path):
     run.process.kill()
     _, left = psutil.wait_procs(processes, timeout=20)
     assert left == []
+
+
+def test_a_run_folder_in_use_is_refused_and_one_that_holds_a_run_is_not_overwritten_unasked(tmp_path):
+    path = make_ring(tmp_path, overrides={"run.steps": 500, "rollout.alpha": 1})
+    run = Run(path)
+    run.until_step(1)
+    second = train(path, "--overwrite")
+    assert second.returncode == 2
+    assert f"is in use by process {run.process.pid}" in second.stderr
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    third = train(path)
+    assert third.returncode == 2
+    assert "holds a run already; remedy: --resume, --overwrite" in third.stderr
