@@ -65,10 +65,9 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
+            holder = lock.read().strip()
             raise ConfigError(
-                [
-                    f"run.name: {folder} is in use by process {lock.read().strip()}; remedy: end it, or another run.name=..."
-                ]
+                [f"run.name: {folder} is in use by process {holder}; remedy: end it, or another run.name=..."]
             ) from None
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
