@@ -23,6 +23,7 @@ WARM_START_NOTE_STEPS = 100
 def train(config: Config, *, resume: bool, overwrite: bool = False) -> int:
     """Exit code: 0 done, 1 failed, 130 or 143 ended by a signal (with a checkpoint). Raises ConfigError."""
     with ProgressDisplay() as display, locked(config.run_folder):
+        remove_leftovers(config.run_folder)
         config = prepare(config, display, resume=resume, overwrite=overwrite)
         display.start(config.run.steps, first_step=steps_done(config))
         if config.run.runtime == "in_process":
@@ -73,6 +74,13 @@ def locked(folder: Path) -> Iterator[None]:
         lock.write(f"{os.getpid()}\n")
         lock.flush()
         yield
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Shared memory and meeting places of runs of this folder that were killed; the lock says that they are dead."""
+    for meeting in (folder / "gang").glob("*-*"):
+        remove_segments(meeting.name.rpartition("-")[0])
+        shutil.rmtree(meeting)
 
 
 def resolve_model(config: Config, display: ProgressDisplay) -> Config:
