@@ -22,7 +22,7 @@ import psutil
 
 from flashflow.clock import LoopClock
 from flashflow.config import Config, load_config
-from flashflow.errors import ConfigError, FlashflowError, TransportError
+from flashflow.errors import ConfigError, FlashflowError, TransportError, first_cause
 from flashflow.launch import build
 from flashflow.launch.events import RunEvents
 from flashflow.launch.link import (
@@ -252,13 +252,6 @@ def bind_gang(interface: str) -> None:
                 os.environ.setdefault(variable, name)
             return
     raise ConfigError([f"network.interface: {interface} is no address of an interface of this host"])
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The first exception inside nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 async def _run(spec: RoleSpec) -> int:
