@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashflow"
 
 LADDER = (
-    {"errors", "records", "clock", "shapes"},
+    {"errors", "records", "clock", "shapes", "folders"},
     {"algorithms.settings", "algorithms.options", "algorithms.presets", "config", "messages"},
     {"topology", "ledger", "journal", "admission", "staleness", "packing", "metrics", "algorithms", "trainers.base"},
     {"transport"},
@@ -29,6 +29,8 @@ LADDER = (
         "tokenizers",
         "observe",
         "quickstart",
+        "builtin",
+        "evaluation",
         "simulate",
     },
     {"roles"},

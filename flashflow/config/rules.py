@@ -33,6 +33,9 @@ from flashflow.config.sections import (
 
 Rule = Callable[..., Iterator[str]]
 
+BUILTIN_MODELS = ("builtin:quickstart", "builtin:smollm2-135m")
+"""Made by flashflow.builtin."""
+
 HELD_OUT_SHARE = 5
 """One problem in so many of a reasoning-gym set is held out."""
 
@@ -153,8 +156,8 @@ def the_reward_exists(reward: RewardSection) -> Iterator[str]:
 def the_model_exists(model: ModelSection) -> Iterator[str]:
     path = model.path
     if path.startswith("builtin:"):
-        if path != "builtin:quickstart":
-            yield f"model.path: {path!r} is no builtin model; did you mean builtin:quickstart?"
+        if path not in BUILTIN_MODELS:
+            yield f"model.path: {path!r} is no builtin model; valid: {', '.join(BUILTIN_MODELS)}"
     elif (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
         yield f"model.path: {path!r} is no folder in {Path.cwd()} and no hub name; name a model folder"
 
