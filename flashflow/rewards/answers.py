@@ -1,17 +1,20 @@
-"""Rewards for answers in tags: `<answer>...</answer>`."""
+"""Rewards for a final answer that stands in a given format."""
 
 import re
 from typing import Any
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+TAGS = r"<answer>(.*?)</answer>"
 
 
-def format_and_answer(completion: str, answer: str, *, format_share: float = 0.2, **row: Any) -> dict[str, float]:
-    """`format_share` for exactly one pair of tags, the rest for the right answer in it; together 1.0.
+def format_and_answer(
+    completion: str, answer: str, *, pattern: str = TAGS, format_share: float = 0.2, **row: Any
+) -> dict[str, float]:
+    """`format_share` for exactly one match of `pattern`, the rest if its group is the right answer; together 1.0.
 
     A model that answers in its own words gets 0 at first; the share of the format leads it to where the answer counts.
+    pattern: a regular expression with one group, the answer.
     """
-    found = ANSWER.findall(completion)
+    found = re.findall(pattern, completion, re.DOTALL)
     formatted = len(found) == 1
     correct = formatted and found[0].strip() == answer.strip()
     reward = 1.0 if correct else format_share * formatted

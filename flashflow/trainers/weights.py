@@ -1,5 +1,6 @@
 """The weights of a checkpoint without a trainer: one process, no process group, no optimizer."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    state_dict_loader.load(stored, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        # It says that there is no process group, which is what `no_dist` says.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        state_dict_loader.load(stored, storage_reader=reader, no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
 
 
