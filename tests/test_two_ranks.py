@@ -1,4 +1,4 @@
-"""Two trainer ranks as real processes: the same training as one, to rounding, and a gang that lives and dies together."""
+"""Two trainer ranks as real processes: the training of one, to rounding, and a gang that lives and dies together."""
 
 import os
 import signal
