@@ -81,6 +81,7 @@ def env(config: Config, index: int, transport: Transport, clock: Clock) -> "EnvR
         sampling=config.sampling,
         evaluation=config.evaluation,
         network=config.network,
+        max_context_tokens=config.engine.max_context_tokens,
         buffer=transport.client("buffer-0"),
         proxy=transport.client("proxy-0"),
         rewards=[transport.client(name) for name in names("reward", config.placement.reward)],

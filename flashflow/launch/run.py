@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flashflow.config import Config, dump_config
 from flashflow.errors import ConfigError
+from flashflow.launch.events import evaluations_path
 from flashflow.launch.plan import plan
 from flashflow.observe.metrics import read_metrics
 from flashflow.observe.progress import ProgressDisplay
@@ -122,9 +123,7 @@ def steps_done(config: Config) -> int:
 def summary(config: Config, code: int) -> dict[str, object]:
     """What a person wants to know at the end, read back from metrics.jsonl."""
     lines = read_metrics(config.run_folder / "metrics.jsonl")
-    accuracies = [
-        (evaluation["version"], evaluation["accuracy"]) for line in lines for evaluation in line.get("evaluations", [])
-    ]
+    accuracies = [record["accuracy"] for record in read_metrics(evaluations_path(config.run_folder))]
     result: dict[str, object] = {
         "exit_code": code,
         "steps": lines[-1]["step"] if lines else 0,
@@ -134,7 +133,7 @@ def summary(config: Config, code: int) -> dict[str, object]:
         result["reward_mean"] = lines[-1]["reward_mean"]
         result["staleness_max"] = max(line["staleness_max"] for line in lines)
     if accuracies:
-        result["accuracy_first"], result["accuracy_last"] = accuracies[0][1], accuracies[-1][1]
+        result["accuracy_first"], result["accuracy_last"] = accuracies[0], accuracies[-1]
     return result
 
 
@@ -142,5 +141,5 @@ def _clear(folder: Path) -> None:
     """Remove only what a run makes; whatever else lies there is the user's."""
     for name in ("journal", "checkpoints", "logs", "gang", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("metrics.jsonl", "config.yaml", "trace.json", "report.html"):
+    for name in ("metrics.jsonl", "evaluations.jsonl", "config.yaml", "trace.json", "report.html"):
         (folder / name).unlink(missing_ok=True)

@@ -23,6 +23,8 @@ class Bookkeeper:
         self.ledger = ledger
         self.journal = journal
         self.lease_news = Signal()
+        self.engines_serve = False
+        """Whether the gang has said so to this process: a journal's word may be of engines that are gone."""
         """There may be something to lease."""
         self.batch_news = Signal()
         """There may be a batch, or a reason to stop."""

@@ -157,7 +157,9 @@ class Buffer:
                 return await self._leasing.evaluate(message.version, peer)
             case JournalStatusRequest():
                 counts = {state.value: count for state, count in self._ledger.counts().items()}
-                return JournalStatus(last_manifest=self._ledger.last_manifest, counts=counts)
+                return JournalStatus(
+                    last_manifest=self._ledger.last_manifest, counts=counts, tokens_wasted=self._ledger.tokens_wasted
+                )
             case Finish():
                 self._leasing.finish()
                 self._handover.finish()

@@ -14,7 +14,7 @@ from flashflow.config.sections import (
     RolloutSection,
     RunSection,
 )
-from flashflow.errors import BudgetError, ContractError, DeadlineError
+from flashflow.errors import BudgetError, ContractError
 from flashflow.journal import in_place
 from flashflow.messages import (
     Ack,
@@ -164,7 +164,7 @@ def test_a_lease_waits_for_the_first_version_and_comes_as_soon_as_it_is_served(t
 def test_without_a_lease_the_reason_comes_after_the_long_poll(tmp_path):
     async def scenario(fleet):
         reply = await fleet.ask(AcquireLease(), ENV)
-        assert reply == NoLease(reason="admission is closed until a first version is served")
+        assert reply == NoLease(reason="no version is served yet")
         assert asyncio.get_running_loop().time() == pytest.approx(LONG_POLL_S)
         await fleet.serve(0)
         await fleet.roll_out(4)
@@ -306,6 +306,10 @@ def test_the_next_process_keeps_commits_gives_leases_out_again_and_goes_on_in_th
 
     async def second(fleet):
         assert await fleet.commit(held[0]) == "superseded"
+        idle = await fleet.ask(AcquireLease(), ENV)  # the journal names a version, but its engines may be gone
+        assert isinstance(idle, NoLease)
+        assert idle.reason == "no version is served yet"
+        await fleet.serve(0)
         leases = [await fleet.lease() for _ in range(3)]
         assert [lease.sample for lease in leases] == [SampleId(0, 1), SampleId(1, 0), SampleId(1, 1)]
         assert [lease.task.cursor for lease in leases] == [0, 1, 1]
@@ -436,6 +440,7 @@ def test_a_group_whose_every_member_breaks_stops_the_run_with_the_last_traceback
     run(tmp_path, scenario, max_attempts=1)
 
     async def resumed(fleet):
+        await fleet.serve(0)
         await fleet.roll_out(4)
         assert [row.sample.group for row in (await fleet.batch(1)).rows] == [1, 1, 2, 2]
 
@@ -579,7 +584,11 @@ def test_an_evaluation_goes_before_training_pins_its_version_and_never_enters_th
         assert (await fleet.lease()).purpose == "train"
         assert await fleet.commit(leases[0], reward=1.0, sampled=2) == "accepted"
         assert await fleet.commit(leases[0], reward=1.0, sampled=2) == "duplicate"
-        assert await fleet.fail(leases[1]) == "accepted"
+        for attempt in range(1, 4):  # rollout.max_attempts
+            assert await fleet.fail(leases[1]) == "accepted"
+            if attempt < 3:
+                leases[1] = await fleet.lease()
+                assert (leases[1].purpose, leases[1].task.row["prompt"]) == ("eval", "held out 1")
         assert not evaluating.done()
         assert await fleet.commit(leases[2], reward=0.5, sampled=4) == "accepted"
         reply = await evaluating
@@ -614,8 +623,8 @@ def test_an_evaluation_past_its_deadline_names_how_many_are_missing(tmp_path):
         await asyncio.sleep(1)
         late = await fleet.lease()
         await fleet.commit(await fleet.lease())
-        with pytest.raises(DeadlineError, match=r"version 0: 2 of 3 problems missing after evaluation.deadline_s 60"):
-            await evaluating
+        reply = await evaluating
+        assert (reply.num_missing, reply.num_problems) == (2, 3)
         assert await fleet.commit(late) == "superseded"
         assert isinstance(await fleet.ask(AcquireLease(), ENV), NoLease)
 
