@@ -90,6 +90,11 @@ def mistakes(preset: str, overrides: Mapping[str, object], *, alpha: float, grou
     return found
 
 
+def estimator_of(preset: str, overrides: Mapping[str, object]) -> object:
+    """What `overrides` make of the preset's estimator, right or wrong; None for an unknown preset."""
+    return overrides.get("estimator", PRESETS[preset][0].estimator) if preset in PRESETS else None
+
+
 def _build(preset: str, overrides: dict[str, object], *, alpha: float) -> tuple[Algorithm | None, list[Mistake]]:
     """The algorithm from what is right in `overrides` (None: unknown preset), and what is wrong."""
     if preset not in PRESETS:

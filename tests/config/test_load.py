@@ -97,7 +97,7 @@ def test_every_mistake_is_reported_at_once_with_its_line(config_file):
         "sampling.max_new_token: 4 is given to an unknown key; "
         f"did you mean sampling.max_new_tokens? ({path}, line 13)",
         "rollout.group_size: 0 must be greater than 0 (command line)",
-        f"optimizer.lr: -1 must be greater than 0.0 ({path}, line 15)",
+        f"optimizer.lr: -1 must be at least 0.0 ({path}, line 15)",
         f"optimizer.betas: has too few values; place 1 is missing ({path}, line 16)",
     ]
 
