@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from flashflow.errors import ConfigError
 
@@ -26,6 +27,8 @@ def load_model(
 ) -> Any:
     """A fresh transformers causal LM from a folder or hub name, in eval mode. Raises ConfigError when it is none."""
     target = resolve_device(device)
+    # It would draw over the run's own display, and into logs.
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=_DTYPES[dtype])
     except (OSError, ValueError) as error:

@@ -31,10 +31,12 @@ def explode(completion, answer):
 '''
 
 
-def make_ring(folder: Path, *, reward: str = "scatter", overrides: dict[str, Any] | None = None) -> Path:
+def make_ring(
+    folder: Path, *, reward: str = "scatter", tied: bool = True, overrides: dict[str, Any] | None = None
+) -> Path:
     """Writes model, data, reward and config into `folder`; returns the path of the config."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = make_tiny_model(folder / "model")
+    model = make_tiny_model(folder / "model", tied=tied)
     rows = [{"prompt": f"{n} plus {n * 7 % 13} is?", "answer": str(n + n * 7 % 13)} for n in range(60)]
     for name, part in (("train", rows[:40]), ("eval", rows[40:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))

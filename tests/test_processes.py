@@ -119,10 +119,29 @@ def test_a_killed_process_is_replaced_and_every_planned_step_is_trained(tmp_path
 
 
 @pytest.mark.slow
-def test_a_killed_supervisor_leaves_no_process_behind(tmp_path):
+def test_a_killed_supervisor_leaves_no_process_behind_and_the_run_resumes(tmp_path):
     run = Run(make_ring(tmp_path, overrides={"run.steps": 500, "rollout.alpha": 1}))
     run.until_step(2)
     processes = [psutil.Process(pid) for pid in children(run.process.pid).values()]
     run.process.kill()
     _, left = psutil.wait_procs(processes, timeout=20)
     assert left == []
+    assert segments() > run.segments_before  # nobody was left to remove them
+    done = metrics(run.path)[-1]["step"]
+    resumed = train(run.path, f"run.steps={done + 2}", "--resume")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert segments() <= run.segments_before
+
+
+def test_a_run_folder_in_use_is_refused_and_one_that_holds_a_run_is_not_overwritten_unasked(tmp_path):
+    path = make_ring(tmp_path, overrides={"run.steps": 500, "rollout.alpha": 1})
+    run = Run(path)
+    run.until_step(1)
+    second = train(path, "--overwrite")
+    assert second.returncode == 2
+    assert f"is in use by process {run.process.pid}" in second.stderr
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    third = train(path)
+    assert third.returncode == 2
+    assert "holds a run already; remedy: --resume, --overwrite" in third.stderr

@@ -94,6 +94,16 @@ def test_with_learning_rate_0_engine_and_trainer_agree(tmp_path, temperature):
         assert line["mismatch_k3"] <= 1e-8
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_after_each_sync_the_engine_computes_what_the_trainer_does(tmp_path, tied):
+    path = make_ring(tmp_path, tied=tied, overrides=in_process(placement__engine=2))
+    play(path)
+    for line in metrics(path):  # at alpha 0 every token was sampled by the weights of the sync before
+        assert line["grad_norm"] > 0
+        assert abs(line["w_max"] - 1) <= 1e-5
+        assert line["mismatch_k3"] <= 1e-10
+
+
 def test_every_sample_is_in_at_most_one_manifest_and_every_task_in_order(tmp_path):
     path = make_ring(tmp_path, overrides={**in_process(rollout__alpha=2), "run.steps": 5})
     play(path, seed=4, virtual=True)

@@ -1,5 +1,6 @@
 """Reads a config file and reports every mistake in it at once, each with its path, value, place and remedy."""
 
+import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,13 +22,14 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     """The config of a YAML file, with `section.key=value` overrides laid over it.
 
     Raises ConfigError with all mistakes: of the file, of the overrides, of each section, and of the cross-section rules
-    wherever the sections they need are themselves right.
+    wherever the fields they speak of are themselves right.
     """
     document = _read_file(Path(path))
     mistakes = _apply(overrides, document)
-    sections, wrong = _validate(document.values)
+    sections, wrong, broken = _validate(document.values)
     mistakes += wrong
-    mistakes += rules.mistakes(sections)
+    # A rule that speaks of a broken field would speak of the default that stands in for it.
+    mistakes += [found for found in rules.mistakes(sections) if not any(path in found for path in broken)]
     if mistakes:
         raise ConfigError([_with_place(mistake, document, str(path)) for mistake in mistakes])
     return Config(**sections)
@@ -81,11 +83,14 @@ def _lay(keys: list[str], value: Any, document: Document) -> None:
     document.lines[tuple(keys)] = COMMAND_LINE
 
 
-def _validate(values: dict[str, Any]) -> tuple[dict[str, BaseModel | None], list[str]]:
-    """Each section by itself, so that one mistake hides no other: (sections that are right, mistakes).
+def _validate(values: dict[str, Any]) -> tuple[dict[str, BaseModel | None], list[str], list[str]]:
+    """Each section by itself, so that one mistake hides no other: (sections, mistakes, paths of broken fields).
 
-    A section that may be left out is None then."""
+    A section with mistakes is there too, with defaults in place of its broken fields, if it has defaults for them. One
+    that may be left out is None then.
+    """
     sections: dict[str, BaseModel | None] = {}
+    broken: list[str] = []
     mistakes = [unknown_key((str(name),), Config, values[name]) for name in values if name not in Config.model_fields]
     for name, field in Config.model_fields.items():
         if name not in values and field.is_required():
@@ -98,8 +103,17 @@ def _validate(values: dict[str, Any]) -> tuple[dict[str, BaseModel | None], list
         try:
             sections[name] = _section(kind, values.get(name))
         except ValidationError as error:
-            mistakes += [explain(name, kind, detail) for detail in error.errors(include_url=False)]
-    return sections, mistakes
+            details = error.errors(include_url=False)
+            mistakes += [explain(name, kind, detail) for detail in details]
+            keys = {str(detail["loc"][0]) for detail in details if detail["loc"]}
+            broken += [f"{name}.{key}" for key in keys]
+            with contextlib.suppress(ValidationError):
+                sections[name] = _section(kind, _without(values.get(name), keys))
+    return sections, mistakes, broken
+
+
+def _without(values: Any, keys: set[str]) -> Any:
+    return {key: value for key, value in values.items() if key not in keys} if isinstance(values, dict) else values
 
 
 def _section(kind: type[BaseModel], values: Any) -> BaseModel:

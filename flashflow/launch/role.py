@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from flashflow.clock import LoopClock
 from flashflow.config import Config, load_config
-from flashflow.errors import TransportError
+from flashflow.errors import ConfigError, FlashflowError, TransportError
 from flashflow.launch import build
 from flashflow.launch.events import RunEvents
 from flashflow.launch.link import (
@@ -36,6 +37,7 @@ from flashflow.launch.link import (
     StepDone,
     Stop,
 )
+from flashflow.topology import GANG
 from flashflow.transport.addresses import Address, Addresses
 from flashflow.transport.channel import Peer
 from flashflow.transport.security import load_run_key
@@ -72,7 +74,7 @@ class RoleProcess:
         self.stop = asyncio.Event()
         self.addresses = Addresses()
         self.clock = LoopClock()
-        generation = spec.generation if spec.role in ("controller", "trainer") else 0
+        generation = spec.generation if spec.role in GANG else 0
         self.transport = ZmqTransport(
             Peer(spec.role, spec.index, spec.incarnation, generation),
             spec.run_id,
@@ -239,6 +241,19 @@ def die_with(supervisor_pid: int) -> None:
         os._exit(1)
 
 
+def bind_gang(interface: str) -> None:
+    """Have TensorPipe, Gloo and NCCL, which do not authenticate, listen on `network.interface` only.
+
+    Raises ConfigError when no interface of this host has that address.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == interface for address in addresses):
+            for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, name)
+            return
+    raise ConfigError([f"network.interface: {interface} is no address of an interface of this host"])
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The first exception inside nested groups."""
     while isinstance(error, BaseExceptionGroup):
@@ -250,15 +265,17 @@ async def _run(spec: RoleSpec) -> int:
     link = await Link.over(socket.socket(fileno=spec.link_fd))
     try:
         config = load_config(Path(spec.config))
+        if spec.role in GANG:
+            bind_gang(config.network.interface)
         await RoleProcess(spec, config, link).run()
         code = 0
     except Exception as error:
         cause = first_cause(error)
-        text = "".join(traceback.format_exception(cause))
-        print(text, file=sys.stderr, flush=True)
-        link.send(
-            Failed(kind=type(cause).__name__, text=f"{cause}\n\n{text}", transient=isinstance(cause, TransportError))
-        )
+        trace = "".join(traceback.format_exception(cause))
+        print(trace, file=sys.stderr, flush=True)
+        # What is raised on purpose explains itself; its own traceback stays in the log.
+        text = str(cause) if isinstance(cause, FlashflowError) else trace
+        link.send(Failed(kind=type(cause).__name__, text=text, transient=isinstance(cause, TransportError)))
         code = 1
     await link.flush()
     link.close()

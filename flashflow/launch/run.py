@@ -1,7 +1,12 @@
 """`flashflow train`: prepares the run folder, runs the roles, says how it ended."""
 
 import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from flashflow.config import Config, dump_config
@@ -17,7 +22,8 @@ WARM_START_NOTE_STEPS = 100
 
 def train(config: Config, *, resume: bool, overwrite: bool = False) -> int:
     """Exit code: 0 done, 1 failed, 130 or 143 ended by a signal (with a checkpoint). Raises ConfigError."""
-    with ProgressDisplay() as display:
+    with ProgressDisplay() as display, locked(config.run_folder):
+        remove_leftovers(config.run_folder)
         config = prepare(config, display, resume=resume, overwrite=overwrite)
         display.start(config.run.steps, first_step=steps_done(config))
         if config.run.runtime == "in_process":
@@ -49,6 +55,32 @@ def prepare(config: Config, display: ProgressDisplay, *, resume: bool, overwrite
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_config(config))
     return config
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the run folder, so that a second run cannot train into the same one. Raises ConfigError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "run.lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip()
+            raise ConfigError(
+                [f"run.name: {folder} is in use by process {holder}; remedy: end it, or another run.name=..."]
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Shared memory and meeting places of runs of this folder that were killed; the lock says that they are dead."""
+    for meeting in (folder / "gang").glob("*-*"):
+        remove_segments(meeting.name.rpartition("-")[0])
+        shutil.rmtree(meeting)
 
 
 def resolve_model(config: Config, display: ProgressDisplay) -> Config:
@@ -109,8 +141,6 @@ def summary(config: Config, code: int) -> dict[str, object]:
 
 def _clear(folder: Path) -> None:
     """Remove only what a run makes; whatever else lies there is the user's."""
-    import shutil
-
     for name in ("journal", "checkpoints", "logs", "gang", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("metrics.jsonl", "config.yaml", "trace.json", "report.html"):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from flashflow.data.chat import render_prompt
 from flashflow.quickstart import Progress
@@ -51,6 +52,7 @@ def make_model(folder: Path, recipe: Recipe, seed: int, progress: Progress | Non
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         _publish(partial, folder)

@@ -55,7 +55,9 @@ class ValueModel(nn.Module):
 class Critic:
     """Head or model, sharded as the policy is, and its own AdamW."""
 
-    def __init__(self, section: CriticSection, policy: Any, num_steps: int, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    def __init__(
+        self, section: CriticSection, policy: Any, num_steps: int, mesh: DeviceMesh, dtype: torch.dtype
+    ) -> None:
         """policy: the unsharded causal LM. Raises ConfigError on a model that does not fit it."""
         self.module: ValueHead | ValueModel
         if section.kind == "value_head":
@@ -68,6 +70,15 @@ class Critic:
             sharding.shard(self.module, self.module.backbone.layers, mesh, dtype)
         self.loss_coefficient = section.loss_coefficient if section.kind == "value_head" else 1.0
         self.updater = Updater(self.module, section, num_steps, name="critic")
+
+
+def explained_variance(values_NT: torch.Tensor, returns_NT: torch.Tensor, mask_NT: torch.Tensor) -> float:
+    """1 - Var(return - value) / Var(return) over the tokens to be trained: 1 is a perfect critic, 0 no better than a
+    constant; 0 where the returns do not vary."""
+    returns_M, errors_M = returns_NT[mask_NT].double(), (returns_NT - values_NT)[mask_NT].double()
+    if returns_M.numel() < 2 or not (variance := float(returns_M.var())):
+        return 0.0
+    return 1 - float(errors_M.var()) / variance
 
 
 def _own_model(section: CriticSection, policy: Any) -> Any:
