@@ -96,7 +96,8 @@ class LossConfig(Settings):
 
     surrogate: Surrogate = "clip"
     loss: str | None = Field(None, pattern=r"^[^:]+:[A-Za-z_]\w*$")
-    """`module:function` or `file.py:function` of a surrogate of one's own, instead of `surrogate`; see algorithms.surrogates.Terms."""
+    """`module:function` or `file.py:function` of a surrogate of one's own, instead of `surrogate`: takes
+    algorithms.ratios.Terms, returns losses per token."""
     anchor: Literal["prox", "behaviour"] = "prox"
     aggregation: Aggregation = "seq_mean_token_mean"
     norm_length: PositiveFloat | None = None

@@ -14,7 +14,7 @@ from plain_training import PlainAdamW, assert_same_bits, assert_weights_close, p
 from trainer_cases import Batch, make_batch, make_model, weights_of
 
 from flashflow.config.sections import CriticSection, OptimizerSection
-from flashflow.errors import ConfigError
+from flashflow.errors import BudgetError, ConfigError
 from flashflow.records import Trajectory
 from flashflow.trainers.critic import explained_variance
 from flashflow.trainers.fsdp import FsdpTrainer
@@ -113,7 +113,7 @@ class PlainPPO:
             A, v = advantages[place], self.critic.values(rows[place])
             target = A + old[place]
             moved = (v - old[place]).clamp(-VALUE_CLIP, VALUE_CLIP)
-            self.moved = max(self.moved, float((v - old[place]).abs().max()))
+            self.moved = max(self.moved, (v - old[place]).abs().max().item())
             policy_loss = policy_loss + torch.maximum(-r * A, -r.clamp(0.8, 1.2) * A).sum() / num_tokens
             squares = torch.maximum((v - target) ** 2, (old[place] + moved - target) ** 2)
             value_loss = value_loss + squares.sum() / 2 / num_tokens
@@ -183,9 +183,7 @@ def test_a_model_of_its_own_leaves_the_policys_backbone_alone_and_a_head_does_no
     assert_weights_close(weights["head"][0], weights["model"][0], 1e-6)
     table = "model.embed_tokens.weight"
     assert not torch.equal(weights["head"][1][table], weights["heavier head"][1][table])
-    assert not torch.equal(weights["model"][1][table], weights["faster model"][1][table]), (
-        "advantages follow the values"
-    )
+    assert not torch.equal(weights["model"][1][table], weights["faster model"][1][table]), "advantages follow values"
 
 
 def test_every_option_of_the_critics_optimizer_acts(make_trainer: MakeTrainer) -> None:
@@ -253,7 +251,7 @@ def test_gradients_of_the_critic_that_are_not_finite_are_skipped_counted_and_bou
     assert not head_of(trainer)[0].any()
     manifest, rows = make_batch(2)
     broken = [msgspec.structs.replace(rows[0], reward=1e30), *rows[1:]]
-    with pytest.raises(Exception, match=r"critic\.max_skipped_steps: 1\); lower critic\.lr"):
+    with pytest.raises(BudgetError, match=r"critic\.max_skipped_steps: 1\); lower critic\.lr"):
         trainer.train(manifest, broken)
 
 
