@@ -64,3 +64,10 @@ class RemoteError(TransportError):
 
 class BudgetError(FlashflowError):
     """A bounded number of retries, restarts or failures is used up."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first exception inside nested groups, as task groups raise them."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -145,3 +145,24 @@ def test_a_run_folder_in_use_is_refused_and_one_that_holds_a_run_is_not_overwrit
     third = train(path)
     assert third.returncode == 2
     assert "holds a run already; remedy: --resume, --overwrite" in third.stderr
+
+
+@pytest.mark.slow
+def test_in_one_process_a_signal_ends_the_run_in_order_too(tmp_path):
+    overrides = {"run.runtime": "in_process", "run.steps": 500, "rollout.alpha": 1}
+    run = Run(make_ring(tmp_path, overrides=overrides))
+    run.until_step(2)
+    run.process.send_signal(signal.SIGTERM)
+    code, output, _ = run.end()
+    assert code == 143, output
+    done = metrics(run.path)[-1]["step"]
+    assert (load_config(run.path).run_folder / "checkpoints" / f"step-{done:06d}").exists()
+    assert segments() <= run.segments_before
+
+
+@pytest.mark.slow
+def test_in_one_process_a_reward_that_raises_is_one_message(tmp_path):
+    ended = train(make_ring(tmp_path, reward="explode", overrides={"run.runtime": "in_process"}))
+    assert ended.returncode == 1
+    assert "ZeroDivisionError: the reward function of the test blew up" in ended.stderr
+    assert ended.stderr.count("Traceback") == 1

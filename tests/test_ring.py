@@ -74,9 +74,10 @@ def test_random_delays_of_every_message_change_no_bit_at_alpha_0(tmp_path, refer
     assert_equals_reference(path, reference)
 
 
-@pytest.mark.parametrize("alpha", [1, 1.5])
-def test_staleness_is_bounded_by_alpha_and_reached(tmp_path, alpha):
-    path = make_ring(tmp_path, overrides={**in_process(rollout__alpha=alpha, placement__env=2), "run.steps": 6})
+@pytest.mark.parametrize(("alpha", "on_stale"), [(1, "wait"), (0.5, "wait"), (1.5, "drop")])
+def test_staleness_is_bounded_by_alpha_and_reached(tmp_path, alpha, on_stale):
+    overrides = in_process(rollout__alpha=alpha, rollout__on_stale=on_stale, placement__env=2)
+    path = make_ring(tmp_path, overrides={**overrides, "run.steps": 6})
     play(path, seed=1, virtual=True)
     ages = [line["staleness_max"] for line in metrics(path)]
     assert max(ages) <= math.ceil(alpha)

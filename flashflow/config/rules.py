@@ -26,6 +26,7 @@ from flashflow.config.sections import (
     NetworkSection,
     OptimizerSection,
     ParquetData,
+    PlacementSection,
     ReasoningGymData,
     RewardSection,
     RolloutSection,
@@ -223,6 +224,14 @@ def a_turn_ends_before_its_trajectory(rollout: RolloutSection) -> Iterator[str]:
         )
 
 
+def one_process_has_one_trainer(run: RunSection, placement: PlacementSection) -> Iterator[str]:
+    if run.runtime == "in_process" and placement.trainer > 1:
+        yield (
+            f"placement.trainer: {placement.trainer} ranks need processes of their own, but run.runtime is in_process; "
+            f"use one, or run.runtime=processes"
+        )
+
+
 RULES: tuple[Rule, ...] = (
     the_algorithm_is_whole,
     a_loss_of_ones_own_exists,
@@ -239,4 +248,5 @@ RULES: tuple[Rule, ...] = (
     the_model_exists,
     peers_get_their_time,
     a_turn_ends_before_its_trajectory,
+    one_process_has_one_trainer,
 )

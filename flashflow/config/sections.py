@@ -293,8 +293,8 @@ class PlacementSection(Section):
 
     mode: Literal["separate"] = "separate"
     """Engines and trainers on devices of their own."""
-    trainer: Literal[1] = 1
-    """Trainer ranks."""
+    trainer: PositiveInt = 1
+    """Trainer ranks; one in the in_process runtime."""
     engine: PositiveInt = 1
     """Inference engines."""
     env: PositiveInt = 1

@@ -123,7 +123,7 @@ def engine(config: Config, index: int, clock: Clock, executor: Executor | None) 
     )
 
 
-def trainer(config: Config, transport: Transport, run_id: str, executor: Executor | None) -> "TrainerRole":
+def trainer(config: Config, rank: int, transport: Transport, run_id: str, executor: Executor | None) -> "TrainerRole":
     """The process group must exist."""
     from flashflow.models import load_model, set_threads
     from flashflow.roles.trainer import TrainerRole
@@ -134,6 +134,7 @@ def trainer(config: Config, transport: Transport, run_id: str, executor: Executo
     model = load_model(config.model.path, "float32", config.model.device)
     return TrainerRole(
         trainer=FsdpTrainer.from_config(config, model, run_id=run_id),
+        rank=rank,
         buffer=transport.client("buffer-0"),
         folder=checkpoints(config),
         checkpoint=config.checkpoint,

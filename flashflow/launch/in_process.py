@@ -1,11 +1,14 @@
 """The identical roles in one process, over in-process queues: for the debugger, fast tests and the simulator."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from flashflow.clock import Clock, LoopClock
 from flashflow.config.sections import Config
+from flashflow.errors import first_cause
 from flashflow.launch import build
 from flashflow.launch.events import RunEvents
 from flashflow.launch.supervise import Display
@@ -15,15 +18,42 @@ from flashflow.transport.in_process import InProcessNetwork, InProcessTransport
 from flashflow.transport.in_process_server import Delay
 
 
-def run_in_process(config: Config, display: Display, *, resume: bool, delay: Delay | None = None) -> Outcome:
-    """Runs to the end on the machine's clock; raises what a role raises. `delay` seconds are added to a message."""
-    return asyncio.run(ring(config, display, resume=resume, clock=LoopClock(), delay=delay))
+def run_in_process(config: Config, display: Display, *, resume: bool) -> int:
+    """Runs to the end on the machine's clock; raises what a role raises.
+
+    The exit code: 0 done, 128 + n ended by signal n, with a checkpoint.
+    """
+    received: list[int] = []
+
+    def stop_on_signals(stop: Callable[[], None]) -> None:
+        def on_signal(number: int) -> None:
+            received.append(number)
+            stop()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+
+    try:
+        asyncio.run(ring(config, display, resume=resume, clock=LoopClock(), on_stoppable=stop_on_signals))
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from group
+    return 128 + received[0] if received else 0
 
 
 async def ring(
-    config: Config, display: Display, *, resume: bool, clock: Clock, delay: Delay | None = None, run_id: str = "local"
+    config: Config,
+    display: Display,
+    *,
+    resume: bool,
+    clock: Clock,
+    delay: Delay | None = None,
+    on_stoppable: Callable[[Callable[[], None]], None] = lambda _: None,
 ) -> Outcome:
-    """All roles as tasks of the running loop. Nothing computes in a thread, so a debugger sees one stack."""
+    """All roles as tasks of the running loop. Nothing computes in a thread, so a debugger sees one stack.
+
+    delay: seconds added to a message. on_stoppable: gets the function that ends the run in order.
+    """
+    run_id = f"local{os.getpid()}"
     network = InProcessNetwork(config.network, delay=delay)
 
     def transport(role: str, index: int) -> InProcessTransport:
@@ -69,9 +99,10 @@ async def ring(
         for index in range(config.placement.env):
             spawn(build.env(config, index, transport("env", index), clock).run())
         with build.local_process_group(config):
-            trainer = build.trainer(config, transport("trainer", 0), run_id, None)
+            trainer = build.trainer(config, 0, transport("trainer", 0), run_id, None)
             closers.append(trainer.close)
             controller = build.controller(config, transport("controller", 0), trainer, events, clock, resume=resume)
+            on_stoppable(controller.stop)
             return await _first_of(controller.run(), background)
     finally:
         for task in background:

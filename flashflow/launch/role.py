@@ -22,7 +22,7 @@ import psutil
 
 from flashflow.clock import LoopClock
 from flashflow.config import Config, load_config
-from flashflow.errors import ConfigError, FlashflowError, TransportError
+from flashflow.errors import ConfigError, DeadlineError, FlashflowError, PeerLost, first_cause
 from flashflow.launch import build
 from flashflow.launch.events import RunEvents
 from flashflow.launch.link import (
@@ -171,12 +171,12 @@ class RoleProcess:
         rpc.init_process_group(
             resolve_device(self.config.model.device).type,
             rank=self.spec.index,
-            world_size=1,
+            world_size=self.config.placement.trainer,
             store=gang / "group",
             deadline_s=deadline_s,
         )
         with ThreadPoolExecutor(1, "trainer") as executor:
-            trainer = build.trainer(self.config, self.transport, self.spec.run_id, executor)
+            trainer = build.trainer(self.config, self.spec.index, self.transport, self.spec.run_id, executor)
             rpc.serve(asyncio.get_running_loop(), trainer.answer)
             self.link.send(Ready())
             await self.stop.wait()
@@ -192,7 +192,9 @@ class RoleProcess:
             on_evaluation=lambda v, a, s: self.link.send(EvaluationDone(version=v, accuracy=a, seconds=s)),
             on_note=lambda text: self.link.send(Note(text=text)),
         )
-        link = rpc.RpcTrainerLink(deadline_s=self.config.network.train_step_deadline_s)
+        link = rpc.RpcTrainerLink(
+            num_ranks=self.config.placement.trainer, deadline_s=self.config.network.train_step_deadline_s
+        )
         controller = build.controller(self.config, self.transport, link, events, self.clock, resume=self.spec.resume)
         self.link.send(Ready())
         stopping = asyncio.create_task(self._forward_stop(controller.stop))
@@ -254,13 +256,6 @@ def bind_gang(interface: str) -> None:
     raise ConfigError([f"network.interface: {interface} is no address of an interface of this host"])
 
 
-def first_cause(error: BaseException) -> BaseException:
-    """The first exception inside nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 async def _run(spec: RoleSpec) -> int:
     link = await Link.over(socket.socket(fileno=spec.link_fd))
     try:
@@ -275,7 +270,7 @@ async def _run(spec: RoleSpec) -> int:
         print(trace, file=sys.stderr, flush=True)
         # What is raised on purpose explains itself; its own traceback stays in the log.
         text = str(cause) if isinstance(cause, FlashflowError) else trace
-        link.send(Failed(kind=type(cause).__name__, text=text, transient=isinstance(cause, TransportError)))
+        link.send(Failed(kind=type(cause).__name__, text=text, transient=isinstance(cause, DeadlineError | PeerLost)))
         code = 1
     await link.flush()
     link.close()

@@ -29,8 +29,7 @@ def train(config: Config, *, resume: bool, overwrite: bool = False) -> int:
         if config.run.runtime == "in_process":
             from flashflow.launch.in_process import run_in_process
 
-            run_in_process(config, display, resume=resume)
-            code, failure = 0, None
+            code, failure = run_in_process(config, display, resume=resume), None
         else:
             code, failure = supervise(config, display, resume=resume)
         display.finish(summary(config, code))

@@ -39,6 +39,8 @@ from flashflow.transport.security import create_run_key, is_loopback
 
 EXIT_FAILED = 1
 LOG_TAIL_LINES = 15
+GANG_SETTLE_S = 1.0
+"""A rank's collectives fail within so long of the death of another rank (measured: 0.1 s)."""
 
 
 class Display(Protocol):
@@ -154,7 +156,7 @@ class Supervisor:
             handle.process = await self._spawn(handle, theirs, log)
         handle.link = await Link.over(ours)
         handle.link.send(AddressBook(places=self._places()))
-        for watch in (self._read(handle, handle.link), self._reap(handle, handle.process)):
+        for watch in (self._read(handle, handle.link), self._reap(handle, handle.process, self._generation)):
             task = asyncio.create_task(watch)
             self._watchers.add(task)
             task.add_done_callback(self._watcher_done)
@@ -237,19 +239,32 @@ class Supervisor:
                 case _:
                     self._display.note(f"{handle.name}: unexpected {type(message).__name__} on its link")
 
-    async def _reap(self, handle: RoleHandle, process: asyncio.subprocess.Process) -> None:
+    async def _reap(self, handle: RoleHandle, process: asyncio.subprocess.Process, generation: int) -> None:
         code = await process.wait()
         await asyncio.sleep(0)  # let what it said last be read first
         if self._ending.is_set() or handle.finished or handle.retired is process:
             return
-        if handle.failed is not None and not handle.failed.transient:
+        if handle.failed is not None and not handle.failed.transient and not await self._follows_a_death(handle):
             self._fail(handle, handle.failed.text)
         elif self._signal is not None:
             self._ending.set()
         elif handle.in_gang:
-            await self._restart_gang(handle, code)
+            await self._restart_gang(handle, code, generation)
         else:
             await self._restart(handle, code)
+
+    async def _follows_a_death(self, handle: RoleHandle) -> bool:
+        """Whether a gang member failed only because another was killed: the first cause may be seen second."""
+        if not handle.in_gang:
+            return False
+        others = [other for other in self._handles if other.in_gang and other is not handle]
+        waits = [asyncio.create_task(other.process.wait()) for other in others if other.process is not None]
+        if waits:
+            await asyncio.wait(waits, timeout=GANG_SETTLE_S, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        codes = [other.process.returncode for other in others if other.process is not None]
+        return any(code is not None and code < 0 for code in codes)
 
     def _watcher_done(self, task: asyncio.Task[None]) -> None:
         self._watchers.discard(task)
@@ -262,11 +277,11 @@ class Supervisor:
         self._display.note(f"{handle.name} {_died(code)}; starting it again ({handle.restarts} of {self._budget})")
         await self._start(handle)
 
-    async def _restart_gang(self, first: RoleHandle, code: int) -> None:
+    async def _restart_gang(self, first: RoleHandle, code: int, generation: int) -> None:
         """Controller and trainers live and die together: generation + 1, from the newest complete checkpoint."""
         gang = [handle for handle in self._handles if handle.in_gang]
-        if first.process is None or not self._may_restart(first, code):
-            return
+        if generation != self._generation or not self._may_restart(first, code):
+            return  # another member's death has started it again already, or the budget is used up
         self._generation += 1
         self._display.note(
             f"{first.name} {_died(code)}; the gang starts again from the newest checkpoint "
@@ -275,6 +290,7 @@ class Supervisor:
         for handle in gang:
             handle.retired = handle.process
             handle.kill()
+        for handle in gang:
             if handle.process is not None:
                 await handle.process.wait()
         for handle in gang:

@@ -37,6 +37,7 @@ class TrainerRole:
         self,
         *,
         trainer: Trainer,
+        rank: int,
         buffer: Client,
         folder: Path,
         checkpoint: CheckpointSection,
@@ -44,6 +45,7 @@ class TrainerRole:
         executor: Executor | None,
     ) -> None:
         self._trainer = trainer
+        self._rank = rank
         self._buffer = buffer
         self._folder = folder
         self._checkpoint = checkpoint
@@ -66,7 +68,8 @@ class TrainerRole:
     async def save(self) -> Path:
         folder = self._folder / folder_name(self._trainer.step)
         await self._compute(self._trainer.save, folder)
-        await self._compute(prune, self._folder, self._checkpoint.keep)
+        if self._rank == 0:
+            await self._compute(prune, self._folder, self._checkpoint.keep)
         return folder
 
     async def close(self) -> None:

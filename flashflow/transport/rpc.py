@@ -6,6 +6,7 @@ RPC pickles by nature, so only names of methods and msgpack bytes cross it, a fe
 
 import asyncio
 import threading
+import traceback
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
@@ -70,6 +71,8 @@ def _answer(method: str, payload: bytes, deadline_s: float) -> tuple[str, bytes]
         return "", asyncio.run_coroutine_threadsafe(_as_coroutine(handler, method, payload), loop).result()
     except FlashflowError as error:
         return type(error).__name__, str(error).encode()
+    except Exception as error:
+        return type(error).__name__, "".join(traceback.format_exception(error)).encode()
 
 
 async def _as_coroutine(handler: Serve, method: str, payload: bytes) -> bytes:
@@ -77,13 +80,18 @@ async def _as_coroutine(handler: Serve, method: str, payload: bytes) -> bytes:
 
 
 class RpcTrainerLink:
-    """A controller's TrainerLink onto rank 0 of the trainer gang."""
+    """A controller's TrainerLink onto all ranks of the gang: every call goes to each, rank 0's answer counts."""
 
-    def __init__(self, *, deadline_s: float) -> None:
+    def __init__(self, *, num_ranks: int, deadline_s: float) -> None:
+        self._num_ranks = num_ranks
         self._deadline_s = deadline_s
 
     async def open(self, resume: bool) -> int:
-        return msgspec.msgpack.decode(await self._call("open", msgspec.msgpack.encode(resume)), type=int)
+        answers = await self._call_all("open", msgspec.msgpack.encode(resume))
+        steps = [msgspec.msgpack.decode(answer, type=int) for answer in answers]
+        if len(set(steps)) > 1:
+            raise ContractError(f"the trainer ranks opened at different steps: {steps}")
+        return steps[0]
 
     async def train(self, manifest: Manifest) -> TrainResult:
         answer = await self._call("train", msgspec.msgpack.encode(manifest))
@@ -96,14 +104,27 @@ class RpcTrainerLink:
         return Path((await self._call("save", b"")).decode())
 
     async def _call(self, method: str, payload: bytes) -> bytes:
+        """Rank 0's answer, once all ranks have answered."""
+        return (await self._call_all(method, payload))[0]
+
+    async def _call_all(self, method: str, payload: bytes) -> list[bytes]:
+        """Raises the first failure of any rank at once: the others may wait for it in a collective."""
+        calls = [asyncio.create_task(self._call_rank(rank, method, payload)) for rank in range(self._num_ranks)]
+        try:
+            return await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+
+    async def _call_rank(self, rank: int, method: str, payload: bytes) -> bytes:
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[tuple[str, bytes]] = loop.create_future()
         future = rpc.rpc_async(
-            trainer_name(0), _answer, args=(method, payload, self._deadline_s), timeout=self._deadline_s
+            trainer_name(rank), _answer, args=(method, payload, self._deadline_s), timeout=self._deadline_s
         )
 
         def done(finished: "torch.futures.Future[tuple[str, bytes]]") -> None:
-            loop.call_soon_threadsafe(_settle, answered, finished)
+            loop.call_soon_threadsafe(_settle, trainer_name(rank), answered, finished)
 
         future.then(done)
         kind, answer = await answered
@@ -117,13 +138,17 @@ class RpcTrainerLink:
 _ERRORS: dict[str, type[FlashflowError]] = {"ContractError": ContractError, "DeadlineError": DeadlineError}
 
 
-def _settle(answered: "asyncio.Future[tuple[str, bytes]]", finished: "torch.futures.Future[tuple[str, bytes]]") -> None:
+def _settle(
+    name: str,
+    answered: "asyncio.Future[tuple[str, bytes]]",
+    finished: "torch.futures.Future[tuple[str, bytes]]",
+) -> None:
     if answered.done():
         return
     try:
         answered.set_result(finished.value())
     except RuntimeError as error:
-        answered.set_exception(DeadlineError(f"{trainer_name(0)} did not answer over RPC: {error}"))
+        answered.set_exception(DeadlineError(f"{name} did not answer over RPC: {error}"))
 
 
 def init_process_group(device: str, *, rank: int, world_size: int, store: Path, deadline_s: float) -> None:
