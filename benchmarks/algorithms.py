@@ -112,10 +112,11 @@ def table(results: list[dict[str, Any]]) -> str:
         by_cell[result["algorithm"], result["alpha"]][result["seed"]] = result
     seeds = sorted({result["seed"] for result in chosen})
     first, newest = [result["accuracy_first"] for result in chosen], chosen[-1]
+    host = f"{newest['machine']['cpu']}, {newest['machine']['cores']} cores"
     lines = [
         f"Accuracy on {newest['problems']} held-out problems after {newest['steps']} steps of "
-        f"`configs/quickstart.yaml` (before: {min(first):.3f} to {max(first):.3f}); seeds {', '.join(map(str, seeds))}, mean and range; "
-        f"{newest['machine']['cpu']}, {newest['machine']['cores']} cores; commit {newest['commit']}.",
+        f"`configs/quickstart.yaml` (before: {min(first):.3f} to {max(first):.3f}); seeds "
+        f"{', '.join(map(str, seeds))}, mean and range; {host}; commit {newest['commit']}.",
         "",
         "| algorithm | " + " | ".join(f"alpha {alpha}" for alpha in ALPHAS) + " | mean age at alpha 8 |",
         "|---|" + "---|" * (len(ALPHAS) + 1),
