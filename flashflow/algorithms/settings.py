@@ -95,8 +95,9 @@ class LossConfig(Settings):
     """How advantages become a loss. None means: the surrogate's own default."""
 
     surrogate: Surrogate = "clip"
-    loss: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """`module:function` of a surrogate of one's own, instead of `surrogate`; see algorithms.surrogates.Terms."""
+    loss: str | None = Field(None, pattern=r"^[^:]+:[A-Za-z_]\w*$")
+    """`module:function` or `file.py:function` of a surrogate of one's own, instead of `surrogate`: takes
+    algorithms.ratios.Terms, returns losses per token."""
     anchor: Literal["prox", "behaviour"] = "prox"
     aggregation: Aggregation = "seq_mean_token_mean"
     norm_length: PositiveFloat | None = None

@@ -15,6 +15,8 @@ from flashflow.algorithms import presets
 from flashflow.config.references import find_module, problem_of
 from flashflow.config.sections import (
     AlgorithmSection,
+    BatchSection,
+    CriticSection,
     DataSection,
     EngineSection,
     EvalSection,
@@ -38,12 +40,12 @@ HELD_OUT_SHARE = 5
 """One problem in so many of a reasoning-gym set is held out."""
 
 
-def mistakes(sections: Mapping[str, BaseModel]) -> list[str]:
+def mistakes(sections: Mapping[str, BaseModel | None]) -> list[str]:
     """What contradicts, among the sections that are right by themselves."""
     return apply_rules(RULES, sections)
 
 
-def apply_rules(rules: Sequence[Rule], sections: Mapping[str, BaseModel]) -> list[str]:
+def apply_rules(rules: Sequence[Rule], sections: Mapping[str, BaseModel | None]) -> list[str]:
     found: list[str] = []
     for rule in rules:
         needs = inspect.signature(rule).parameters
@@ -78,19 +80,56 @@ def answers_fit_the_context(sampling: SamplingSection, engine: EngineSection, ev
             )
 
 
-def the_warmup_ends(optimizer: OptimizerSection, run: RunSection) -> Iterator[str]:
-    if optimizer.warmup_steps >= run.steps:
+def the_warmup_ends(optimizer: OptimizerSection, critic: CriticSection | None, run: RunSection) -> Iterator[str]:
+    for name, section in _optimizers(optimizer, critic):
+        if section.warmup_steps >= run.steps:
+            yield (
+                f"{name}.warmup_steps: {section.warmup_steps} does not end within run.steps {run.steps}; "
+                f"warm up for fewer steps"
+            )
+
+
+def a_decay_floor_needs_a_decay(optimizer: OptimizerSection, critic: CriticSection | None) -> Iterator[str]:
+    for name, section in _optimizers(optimizer, critic):
+        if section.decay == "constant" and section.min_lr_fraction > 0:
+            yield (
+                f"{name}.min_lr_fraction: {section.min_lr_fraction} has no effect with {name}.decay constant; "
+                f"choose linear or cosine, or drop it"
+            )
+
+
+def _optimizers(optimizer: OptimizerSection, critic: CriticSection | None) -> Iterator[tuple[str, OptimizerSection]]:
+    yield "optimizer", optimizer
+    if critic is not None:
+        yield "critic", critic
+
+
+def a_critic_has_a_use(critic: CriticSection | None, algorithm: AlgorithmSection) -> Iterator[str]:
+    estimator = presets.estimator_of(algorithm.preset, algorithm.model_extra or {})
+    if critic is not None and estimator is not None and estimator != "gae":
         yield (
-            f"optimizer.warmup_steps: {optimizer.warmup_steps} does not end within run.steps {run.steps}; "
-            f"warm up for fewer steps"
+            f"critic: {critic.kind} has no effect with algorithm.estimator {estimator} (preset {algorithm.preset}); "
+            f"remove the section, or set algorithm.estimator to gae"
         )
 
 
-def a_decay_floor_needs_a_decay(optimizer: OptimizerSection) -> Iterator[str]:
-    if optimizer.decay == "constant" and optimizer.min_lr_fraction > 0:
+def the_options_of_the_critic_fit_its_kind(critic: CriticSection | None) -> Iterator[str]:
+    if critic is None:
+        return
+    name = {"value_head": "path", "model": "loss_coefficient"}[critic.kind]
+    value = getattr(critic, name)
+    if value != CriticSection.model_fields[name].default:
+        other = "model" if critic.kind == "value_head" else "value_head"
+        yield f"critic.{name}: {value!r} has no effect with critic.kind {critic.kind}; drop it, or use {other}"
+    if critic.path is not None and critic.kind == "model":
+        yield from _problem_of_model("critic.path", critic.path)
+
+
+def groups_divide_into_optimizer_steps(batch: BatchSection) -> Iterator[str]:
+    if batch.groups % batch.optimizer_steps:
         yield (
-            f"optimizer.min_lr_fraction: {optimizer.min_lr_fraction} has no effect with optimizer.decay constant; "
-            f"choose linear or cosine, or drop it"
+            f"batch.optimizer_steps: {batch.optimizer_steps} does not divide batch.groups {batch.groups}; "
+            f"choose a divisor"
         )
 
 
@@ -152,12 +191,16 @@ def the_reward_exists(reward: RewardSection) -> Iterator[str]:
 
 
 def the_model_exists(model: ModelSection) -> Iterator[str]:
-    path = model.path
-    if path.startswith("builtin:"):
-        if path != "builtin:quickstart":
-            yield f"model.path: {path!r} is no builtin model; did you mean builtin:quickstart?"
-    elif (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
-        yield f"model.path: {path!r} is no folder in {Path.cwd()} and no hub name; name a model folder"
+    if model.path.startswith("builtin:"):
+        if model.path != "builtin:quickstart":
+            yield f"model.path: {model.path!r} is no builtin model; did you mean builtin:quickstart?"
+    else:
+        yield from _problem_of_model("model.path", model.path)
+
+
+def _problem_of_model(field: str, path: str) -> Iterator[str]:
+    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
+        yield f"{field}: {path!r} is no folder in {Path.cwd()} and no hub name; name a model folder"
 
 
 def peers_get_their_time(network: NetworkSection) -> Iterator[str]:
@@ -195,6 +238,9 @@ RULES: tuple[Rule, ...] = (
     answers_fit_the_context,
     the_warmup_ends,
     a_decay_floor_needs_a_decay,
+    a_critic_has_a_use,
+    the_options_of_the_critic_fit_its_kind,
+    groups_divide_into_optimizer_steps,
     the_data_is_there,
     the_data_package_is_installed,
     evaluation_has_problems,

@@ -155,10 +155,14 @@ class BatchSection(Section):
     """Groups per batch; samples = groups x rollout.group_size."""
     micro_batch_tokens: PositiveInt = 16_384
     """Padded tokens one forward pass may hold (a longer single sequence goes alone)."""
+    optimizer_steps: PositiveInt = 1
+    """Optimizer steps the batch is split into, group by group; the version rises by 1 per batch all the same."""
+    epochs: PositiveInt = 1
+    """Passes over the batch, each of `optimizer_steps`."""
 
 
 class OptimizerSection(Section):
-    """AdamW."""
+    """AdamW. Its schedule counts batches, whatever `batch.optimizer_steps` and `batch.epochs`."""
 
     lr: NonNegativeFloat = 1e-6
     """Learning rate after the warm-up; 0 leaves the weights as they are."""
@@ -171,9 +175,9 @@ class OptimizerSection(Section):
     clip_norm: PositiveFloat = 1.0
     """Greatest norm of the whole gradient."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of a linear rise of the learning rate."""
+    """Batches of a linear rise of the learning rate."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up, down to `min_lr_fraction` at the last step."""
+    """After warm-up, down to `min_lr_fraction` at the last batch."""
     min_lr_fraction: float = Field(0.0, ge=0, le=1)
     """Of `lr`, reached at the end of the decay."""
     max_skipped_steps: NonNegativeInt = 3
@@ -187,6 +191,19 @@ class AlgorithmSection(BaseModel):
 
     preset: str = "grpo"
     """A name of algorithms.presets.PRESETS."""
+
+
+class CriticSection(OptimizerSection):
+    """The critic of `algorithm.estimator: gae`, with an AdamW of its own; left out, it has these defaults."""
+
+    kind: Literal["value_head", "model"] = "value_head"
+    """`value_head`: a linear head on the policy's backbone. `model`: a backbone of its own as well."""
+    path: str | None = None
+    """model: folder or hub name of the model it starts from; null: the policy's."""
+    loss_coefficient: PositiveFloat = 0.1
+    """value_head: of the value loss, whose gradient reaches the policy's backbone (PPO's c1)."""
+    lr: NonNegativeFloat = 1e-5
+    """Learning rate after the warm-up."""
 
 
 class TorchEngineSection(Section):
@@ -300,6 +317,7 @@ class Config(Section):
     batch: BatchSection = BatchSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     optimizer: OptimizerSection = OptimizerSection()
+    critic: CriticSection | None = None
     engine: EngineSection = TorchEngineSection()
     weights: WeightsSection = WeightsSection()
     evaluation: EvalSection = EvalSection()
