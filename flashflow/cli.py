@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a run failed, 2 the config or the command is wrong, 130 in
 """
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,13 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.",
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Laid over the file.", show_default=False)
 ]
+
+CHECKPOINT = "newest, a step, a name like step-000020, or a folder"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
 
 
 @app.command()
@@ -52,6 +60,50 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="CONFIG|RUN_FOLDER", help="Whose checkpoint.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", metavar="DIR", help="A new folder.", show_default=False)],
+    checkpoint: Annotated[str, typer.Option("--checkpoint", help=f"{CHECKPOINT}.")] = "newest",
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="float32: as the trainer keeps them.")] = Dtype.float32,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder: model, config, generation config, tokenizer."""
+    from flashflow.launch.export import export as write
+    from flashflow.launch.stored_run import open_run
+
+    folder = write(open_run(run), checkpoint, output, dtype.value, _note)
+    typer.echo(f"{folder} -> {output}")
+
+
+@app.command(name="eval")
+def evaluate(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG|RUN_FOLDER", help="What to ask.", show_default=False)],
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", help=f"{CHECKPOINT}. Without: the model the run starts from.")
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", help="Answers per problem; one is greedy.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="Of several samples: the config's, unless given.")
+    ] = None,
+    k: Annotated[str | None, typer.Option("--k", metavar="1,4", help="For pass@k; 1 and --samples.")] = None,
+    threshold: Annotated[float, typer.Option("--threshold", help="Reward that solves a problem.")] = 1.0,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Transcripts; in the run folder, unless given.")
+    ] = None,
+) -> None:
+    """Answer the held-out problems (`evaluation.problems`) with one model, and print averages and pass@k."""
+    from flashflow.launch.eval_report import print_evaluation, progress_bar
+    from flashflow.launch.evaluate import EvalOptions
+    from flashflow.launch.evaluate import evaluate as start
+    from flashflow.launch.stored_run import open_run
+
+    options = EvalOptions(checkpoint, samples, temperature, _numbers("--k", k), threshold, output)
+    with progress_bar() as progress:
+        result = start(open_run(config, overrides or []), options, _note, progress)
+    print_evaluation(result)
+
+
+@app.command()
 def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="As the reference for people, docs/config.md.")] = False,
 ) -> None:
@@ -79,6 +131,20 @@ def main() -> None:
     except FlashflowError as error:
         _complain(str(error))
         sys.exit(1)
+
+
+def _numbers(option: str, text: str | None) -> list[int] | None:
+    """`1,4` as numbers. Raises BadParameter."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"{option} {text}: must be whole numbers joined by commas, e.g. 1,4")
+    return [int(part) for part in parts]
+
+
+def _note(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 def _complain(text: str) -> None:

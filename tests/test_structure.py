@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashflow"
 
 LADDER = (
-    {"errors", "records", "clock", "shapes"},
+    {"errors", "records", "clock", "shapes", "folders"},
     {"algorithms.settings", "algorithms.options", "algorithms.presets", "config", "messages"},
     {"topology", "ledger", "journal", "admission", "staleness", "packing", "metrics", "algorithms", "trainers.base"},
     {"transport"},
@@ -29,6 +29,8 @@ LADDER = (
         "tokenizers",
         "observe",
         "quickstart",
+        "builtin",
+        "evaluation",
         "simulate",
     },
     {"roles"},
@@ -43,7 +45,8 @@ TORCH_FREE = (
     "flashflow.transport.in_process", "flashflow.transport.zeromq", "flashflow.data.stream",
     "flashflow.environments.single_turn", "flashflow.rewards.pool", "flashflow.roles.env", "flashflow.roles.buffer",
     "flashflow.roles.reward", "flashflow.observe.metrics", "flashflow.observe.progress", "flashflow.launch.run",
-    "flashflow.launch.supervise", "flashflow.launch.check", "flashflow.cli",
+    "flashflow.launch.supervise", "flashflow.launch.check", "flashflow.launch.evaluate", "flashflow.launch.export",
+    "flashflow.builtin.smollm2", "flashflow.cli",
 )  # fmt: skip
 
 

@@ -36,6 +36,9 @@ from flashflow.config.sections import (
 
 Rule = Callable[..., Iterator[str]]
 
+BUILTIN_MODELS = ("builtin:quickstart", "builtin:smollm2-135m")
+"""Made by flashflow.builtin."""
+
 HELD_OUT_SHARE = 5
 """One problem in so many of a reasoning-gym set is held out."""
 
@@ -192,8 +195,8 @@ def the_reward_exists(reward: RewardSection) -> Iterator[str]:
 
 def the_model_exists(model: ModelSection) -> Iterator[str]:
     if model.path.startswith("builtin:"):
-        if model.path != "builtin:quickstart":
-            yield f"model.path: {model.path!r} is no builtin model; did you mean builtin:quickstart?"
+        if model.path not in BUILTIN_MODELS:
+            yield f"model.path: {model.path!r} is no builtin model; valid: {', '.join(BUILTIN_MODELS)}"
     else:
         yield from _problem_of_model("model.path", model.path)
 

@@ -32,7 +32,7 @@ class ModelSection(Section):
     """The policy that is trained."""
 
     path: str
-    """Folder of a Hugging Face model, a hub name, or `builtin:quickstart` (made on first use, cached)."""
+    """Folder of a Hugging Face model, a hub name, `builtin:quickstart` or `builtin:smollm2-135m` (docs/models.md)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights, in engines and trainer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

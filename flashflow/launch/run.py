@@ -17,9 +17,6 @@ from flashflow.observe.metrics import read_metrics
 from flashflow.observe.progress import ProgressDisplay
 from flashflow.transport.weights.segment import remove_segments
 
-BUILTIN = "builtin:"
-WARM_START_NOTE_STEPS = 100
-
 
 def train(config: Config, *, resume: bool, overwrite: bool = False) -> int:
     """Exit code: 0 done, 1 failed, 130 or 143 ended by a signal (with a checkpoint). Raises ConfigError."""
@@ -85,16 +82,9 @@ def remove_leftovers(folder: Path) -> None:
 
 def resolve_model(config: Config, display: ProgressDisplay) -> Config:
     """Builtin models become folders."""
-    if not config.model.path.startswith(BUILTIN):
-        return config
-    from flashflow.quickstart import ensure_model
+    from flashflow import builtin
 
-    def progress(done: int, total: int, loss: float) -> None:
-        if done % WARM_START_NOTE_STEPS == 0 or done == total:
-            display.note(f"warm start of the builtin model: step {done} of {total}, loss {loss:.3f}")
-
-    path = ensure_model(config.model.cache, config.run.seed, progress)
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path.resolve())})})
+    return builtin.resolve(config, display.note)
 
 
 def supervise(config: Config, display: ProgressDisplay, *, resume: bool) -> tuple[int, str | None]:
@@ -139,7 +129,7 @@ def summary(config: Config, code: int) -> dict[str, object]:
 
 def _clear(folder: Path) -> None:
     """Remove only what a run makes; whatever else lies there is the user's."""
-    for name in ("journal", "checkpoints", "logs", "gang", "tensorboard"):
+    for name in ("journal", "checkpoints", "logs", "gang", "tensorboard", "evaluations"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("metrics.jsonl", "evaluations.jsonl", "config.yaml", "trace.json", "report.html"):
         (folder / name).unlink(missing_ok=True)

@@ -3,10 +3,7 @@
 Shapes: B problems of a step, T tokens of the longest prompt and completion, N completion tokens of a step.
 """
 
-import os
 import random
-import shutil
-import tempfile
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,6 +15,7 @@ from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from flashflow.data.chat import render_prompt
+from flashflow.folders import whole_folder
 from flashflow.quickstart import Progress
 from flashflow.quickstart.recipe import Recipe
 from flashflow.quickstart.task import demonstration, training_problems
@@ -49,15 +47,10 @@ def make_model(folder: Path, recipe: Recipe, seed: int, progress: Progress | Non
         torch.manual_seed(seed)
         model = untrained_model(recipe, tokenizer)
     train(model, examples(recipe, tokenizer, seed), recipe, tokenizer.pad_token_id, progress)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with whole_folder(folder) as partial:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        _publish(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def untrained_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
@@ -130,12 +123,3 @@ def completion_loss(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
     hidden_BTH = model.model(input_ids=batch.ids_BT, use_cache=False).last_hidden_state[:, :-1]
     logits_NV = model.lm_head(hidden_BTH[batch.sampled_BT])
     return torch.nn.functional.cross_entropy(logits_NV, batch.ids_BT[:, 1:][batch.sampled_BT])
-
-
-def _publish(partial: Path, folder: Path) -> None:
-    """Rename into place; a folder another process put there meanwhile is as good."""
-    try:
-        os.rename(partial, folder)
-    except OSError:
-        if not folder.exists():
-            raise

@@ -43,6 +43,11 @@ def newest_complete(folder: Path) -> Path | None:
     return max(_complete(folder), key=_step_of, default=None)
 
 
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in `folder`, rising."""
+    return sorted(map(_step_of, _complete(folder)))
+
+
 def prune(folder: Path, keep: int) -> list[Path]:
     """Removes all but the `keep` newest complete checkpoints, and torn ones; returns what it removed."""
     complete = sorted(_complete(folder), key=_step_of)
