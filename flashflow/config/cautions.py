@@ -3,7 +3,11 @@
 Written as the rules of rules.py are.
 """
 
+import ipaddress
+import socket
 from collections.abc import Iterator
+
+import psutil
 
 from flashflow.config.rules import Rule, apply_rules
 from flashflow.config.sections import (
@@ -13,6 +17,7 @@ from flashflow.config.sections import (
     EngineSection,
     EvalSection,
     ModelSection,
+    NetworkSection,
     PlacementSection,
     RolloutSection,
     RunSection,
@@ -21,6 +26,9 @@ from flashflow.config.sections import (
 
 CONFIDENT_PROBLEMS = 512
 """Held-out problems from which an accuracy is known to about two points (contract 9)."""
+
+WAITING_PER_SLOT = 8
+"""Attempts per slot of the engines past which most of an attempt is waiting."""
 
 
 def cautions(config: Config) -> list[str]:
@@ -93,7 +101,40 @@ def checkpoints_come_before_the_end(checkpoint: CheckpointSection, run: RunSecti
     if checkpoint.every_steps == 0 or checkpoint.every_steps >= run.steps:
         yield (
             f"checkpoint.every_steps: {checkpoint.every_steps} writes only the last of run.steps {run.steps}: "
-            f"a run that dies repeats all its training"
+            f"a run that dies repeats all its training, and the journal on disk and the ledger in memory grow until "
+            f"the end, for only a checkpoint lets them forget"
+        )
+
+
+def the_proxy_is_no_store(rollout: RolloutSection, engine: EngineSection, placement: PlacementSection) -> Iterator[str]:
+    if rollout.concurrency * placement.env > WAITING_PER_SLOT * engine.slots * placement.engine:
+        yield (
+            f"rollout.concurrency: {rollout.concurrency} x placement.env {placement.env} is more than "
+            f"{WAITING_PER_SLOT} x engine.slots {engine.slots} x placement.engine {placement.engine}: once that many "
+            f"run, requests wait in the proxy for longer than they are answered, and hold memory; "
+            f"rollout.turn_deadline_s counts only from when an engine has them"
+        )
+
+
+def the_network_is_private(network: NetworkSection) -> Iterator[str]:
+    try:
+        public = ipaddress.ip_address(network.interface).is_global
+    except ValueError:
+        return
+    if public:
+        yield (
+            f"network.interface: {network.interface} is a public address, but torch RPC and collectives unpickle what "
+            f"they are sent and do not authenticate; choose an address of a private network (docs/security.md)"
+        )
+
+
+def the_interface_is_this_hosts(network: NetworkSection) -> Iterator[str]:
+    found = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
+    if network.interface not in [address.address for address in found]:
+        usable = ", ".join(address.address for address in found if address.family == socket.AF_INET)
+        yield (
+            f"network.interface: {network.interface} is no address of an interface of this host, where a run would not "
+            f"start with it; here are {usable}"
         )
 
 
@@ -105,4 +146,7 @@ CAUTIONS: tuple[Rule, ...] = (
     reduced_precision_is_slow_without_a_gpu,
     one_process_restarts_nothing,
     checkpoints_come_before_the_end,
+    the_proxy_is_no_store,
+    the_network_is_private,
+    the_interface_is_this_hosts,
 )

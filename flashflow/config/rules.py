@@ -6,12 +6,15 @@ a price is a caution (cautions.py).
 """
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from flashflow.algorithms import presets
+from flashflow.config.data_files import look_into
+from flashflow.config.mistakes import nearest
 from flashflow.config.references import find_module, problem_of
 from flashflow.config.sections import (
     AlgorithmSection,
@@ -235,6 +238,51 @@ def one_process_has_one_trainer(run: RunSection, placement: PlacementSection) ->
         )
 
 
+def the_data_files_have_what_is_asked(data: DataSection, evaluation: EvalSection) -> Iterator[str]:
+    source, column = data.source, data.prompt_column
+    if not isinstance(source, JsonlData | ParquetData) or (source.kind == "parquet" and find_module("pyarrow") is None):
+        return
+    asked = {"path": 1, "eval_path": evaluation.problems if evaluation.every_steps else 0}
+    for name, num_rows in asked.items():
+        path: Path | None = getattr(source, name)
+        if path is None or not path.is_file():
+            continue
+        try:
+            found = look_into(path, source.kind, max(1, num_rows))
+        except (OSError, ValueError) as error:
+            yield f"data.source.{name}: {str(path)!r} cannot be read: {error}; name a {source.kind} file"
+            continue
+        if found.num_rows and column not in found.columns:
+            remedy = nearest(column, found.columns) if found.columns else "its first row is empty"
+            yield f"data.prompt_column: {column!r} is no column of data.source.{name} {str(path)!r}; {remedy}"
+        if found.num_rows < num_rows and name == "path":
+            yield f"data.source.path: {str(path)!r} has no rows to train on; name another file"
+        elif found.num_rows < num_rows:
+            yield (
+                f"evaluation.problems: {num_rows} is more than the {found.num_rows} rows of data.source.eval_path "
+                f"{str(path)!r}; ask fewer problems, or hold out more"
+            )
+
+
+def the_context_fits_the_model(model: ModelSection, engine: EngineSection) -> Iterator[str]:
+    limit = _max_positions(Path(model.path) / "config.json")
+    if limit is not None and engine.max_context_tokens > limit:
+        yield (
+            f"engine.max_context_tokens: {engine.max_context_tokens} is more than max_position_embeddings {limit} of "
+            f"model.path {model.path!r}; lower it to {limit} or less"
+        )
+
+
+def _max_positions(description: Path) -> int | None:
+    """Of the text part, where a model has several; None when a file of this form does not say."""
+    try:
+        values = json.loads(description.read_bytes())
+        limit = values.get("text_config", values)["max_position_embeddings"]
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return None
+    return limit if isinstance(limit, int) else None
+
+
 RULES: tuple[Rule, ...] = (
     the_algorithm_is_whole,
     a_loss_of_ones_own_exists,
@@ -252,4 +300,6 @@ RULES: tuple[Rule, ...] = (
     peers_get_their_time,
     a_turn_ends_before_its_trajectory,
     one_process_has_one_trainer,
+    the_data_files_have_what_is_asked,
+    the_context_fits_the_model,
 )

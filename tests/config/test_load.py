@@ -250,7 +250,7 @@ def test_looking_for_a_reward_executes_nothing(config_file, tmp_path):
 
 def test_data_files_must_exist_and_evaluation_needs_its_own(tmp_path):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("{}\n")
+    rows.write_text('{"prompt": "x"}\n')
     config = tmp_path / "config.yaml"
     config.write_text(
         "model: {path: org/name}\n"
@@ -274,11 +274,31 @@ def test_data_files_must_exist_and_evaluation_needs_its_own(tmp_path):
         (["model.dtype=bfloat16", "model.device=cpu"], "model.dtype: bfloat16"),
         (["run.runtime=in_process", "placement.max_restarts=1"], "placement.max_restarts: 1"),
         (["checkpoint.every_steps=0"], "checkpoint.every_steps: 0"),
+        (["checkpoint.every_steps=0"], "the journal on disk and the ledger in memory grow until the end"),
+        (["rollout.concurrency=65", "engine.slots=8"], "rollout.concurrency: 65"),
+        (["rollout.concurrency=33", "placement.env=4", "engine.slots=8", "placement.engine=2"], "placement.env 4 is"),
+        (["network.interface=8.8.8.8"], "network.interface: 8.8.8.8 is a public address"),
+        (["network.interface='2001:4860:4860::8888'"], "is a public address"),
+        (["network.interface=192.0.2.7"], "network.interface: 192.0.2.7 is no address of an interface of this host"),
+        (["network.interface=localhost"], "network.interface: localhost is no address"),
     ],
 )
 def test_what_has_a_price_is_said(config_file, overrides, says):
     found = cautions(load_config(config_file(), overrides))
     assert [caution for caution in found if says in caution] != []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unsaid"),
+    [
+        (["rollout.concurrency=64", "engine.slots=8"], "rollout.concurrency"),  # 8 x 8
+        (["network.interface=10.255.255.254"], "public"),
+        (["network.interface='fd00::1'"], "public"),
+        (["network.interface=localhost"], "public"),
+    ],
+)
+def test_what_has_no_price_is_not_said(config_file, overrides, unsaid):
+    assert [caution for caution in cautions(load_config(config_file(), overrides)) if unsaid in caution] == []
 
 
 def test_the_defaults_are_the_unbiased_mode(config_file):
