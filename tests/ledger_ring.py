@@ -52,6 +52,7 @@ class Ring:
         version = leased_at + age % (self.ledger.served - leased_at + 1)
         self.record(self.committed(sample, epoch, version, reward))
         self.accepted.append((sample, epoch))
+        self.settle(sample.group)
 
     def committed(self, sample: SampleId, epoch: int, version: int, reward: float | None = 1.0) -> e.Committed:
         place = e.Location(0, 100 * len(self.events), 10)
@@ -63,8 +64,12 @@ class Ring:
         sample, epoch = self.leases.pop(choice % len(self.leases))
         if self.ledger.judge(sample, epoch) == "accepted":
             self.record(self.ledger.fail(sample, "broken"))
-            if self.ledger.outstanding[sample.group].hopeless:
-                self.record(e.GroupFailed(sample.group))
+            self.settle(sample.group)
+
+    def settle(self, group: int) -> None:
+        event = self.ledger.settle(group)
+        if event is not None:
+            self.record(event)
 
     def expire(self, choice: int) -> None:
         """The holder stays in the list: it will commit late."""

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from flashflow.algorithms.advantages import token_advantages
 from flashflow.algorithms.kl import kl_penalty
-from flashflow.algorithms.settings import AdvantageConfig, LossConfig
+from flashflow.algorithms.rewards import overlong_penalty
+from flashflow.algorithms.settings import NO_SHAPING, AdvantageConfig, LossConfig, ShapingConfig
 from flashflow.errors import ContractError
 from flashflow.packing import MicroBatch
 from flashflow.records import Manifest, Trajectory
@@ -55,7 +56,7 @@ class Consumed:
     rewards_N: torch.Tensor
     """float32 raw task rewards; 0 where not scorable."""
     counted_rows: list[int]
-    """Places of the scorable rows; the others take no part in any pass."""
+    """Places of the rows to be trained; the others, not scorable or masked as truncated, take no part in any pass."""
     num_tokens: int
     """To be trained."""
     num_sequences: int
@@ -80,13 +81,18 @@ def check_rows(manifest: Manifest, rows: Sequence[Trajectory], step: int) -> Non
 
 
 def consume(
-    rows: Sequence[Trajectory], advantage: AdvantageConfig, loss: LossConfig, reference_NT: torch.Tensor | None
+    rows: Sequence[Trajectory],
+    advantage: AdvantageConfig,
+    loss: LossConfig,
+    reference_NT: torch.Tensor | None,
+    shaping: ShapingConfig = NO_SHAPING,
 ) -> Consumed:
     """Group statistics and denominators, over all rows, before any split.
 
     reference_NT: log-probabilities of the reference model, needed for a KL penalty placed in the reward.
     """
-    mask_NT = padded([row.mask for row in rows]).bool()
+    left_out = [shaping.mask_truncated and row.outcome == "truncated" for row in rows]
+    mask_NT = padded([row.mask for row in rows]).bool() & ~torch.tensor(left_out, dtype=torch.bool)[:, None]
     penalty_NT = None
     if loss.needs_reference and loss.kl_placement == "reward" and reference_NT is not None:
         behaviour_NT = padded([row.logprobs for row in rows])
@@ -95,7 +101,7 @@ def consume(
         )
     result = token_advantages(
         advantage,
-        rewards=[row.reward for row in rows],
+        rewards=[shaped_reward(row, shaping) for row in rows],
         group_ids=[row.sample.group for row in rows],
         mask=mask_NT,
         scorable=[is_scorable(row) for row in rows],
@@ -105,10 +111,17 @@ def consume(
     return Consumed(
         advantages_NT=result.advantages.float(),
         rewards_N=torch.tensor(rewards_N, dtype=torch.float32),
-        counted_rows=[place for place, row in enumerate(rows) if is_scorable(row)],
+        counted_rows=[place for place, row in enumerate(rows) if is_scorable(row) and not left_out[place]],
         num_tokens=int(result.mask.sum()),
         num_sequences=int(result.mask.any(dim=1).sum()),
     )
+
+
+def shaped_reward(row: Trajectory, shaping: ShapingConfig) -> float | None:
+    """What the advantage is made of: the raw task reward and the overlong penalty of the tokens sampled."""
+    if row.reward is None or shaping.budget is None:
+        return row.reward
+    return row.reward + overlong_penalty(row.num_sampled, budget=shaping.budget, cache=shaping.cache)
 
 
 def gradient_rows(loss: LossConfig, consumed: Consumed) -> list[int]:

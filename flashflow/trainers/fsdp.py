@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashflow.algorithms.presets import resolve
-from flashflow.algorithms.settings import AdvantageConfig, LossConfig
+from flashflow.algorithms.settings import NO_SHAPING, AdvantageConfig, LossConfig, ShapingConfig
 from flashflow.algorithms.stats import summarise
 from flashflow.config.sections import OptimizerSection
 from flashflow.errors import ConfigError, WeightsError
@@ -52,6 +52,7 @@ class FsdpTrainer:
         temperature: float,
         max_response_tokens: int,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        shaping: ShapingConfig = NO_SHAPING,
     ) -> None:
         """model: a transformers causal LM on its device, taken over and sharded. num_steps: for the decay of the rate.
         dtype: of the computation and of the staged weights; parameters and optimizer are float32 always.
@@ -65,6 +66,7 @@ class FsdpTrainer:
             )
         self.step = 0
         self._advantage, self._loss = advantage, loss.for_responses(max_response_tokens)
+        self._shaping = shaping
         self._micro_batch_tokens = micro_batch_tokens
         self._device = next(model.parameters()).device
         self._dtype: torch.dtype = getattr(torch, dtype)
@@ -80,6 +82,7 @@ class FsdpTrainer:
         self._settings = {
             "algorithm.advantage": advantage.model_dump_json(),
             "algorithm.loss": self._loss.model_dump_json(),
+            "overlong": shaping.model_dump_json(),
             "optimizer": optimizer.model_dump_json(),
             "sampling.temperature": str(temperature),
         }
@@ -88,7 +91,7 @@ class FsdpTrainer:
     def from_config(cls, config: "Config", model: Any, *, run_id: str) -> "FsdpTrainer":
         overrides = config.algorithm.model_extra
         advantage, loss = resolve(
-            config.algorithm.preset, overrides if overrides is not None else {}, alpha=config.rollout.alpha
+            config.algorithm.preset, overrides if overrides is not None else {}, alpha=config.trained_staleness
         )
         return cls(
             model,
@@ -101,6 +104,7 @@ class FsdpTrainer:
             temperature=config.sampling.temperature,
             max_response_tokens=config.sampling.max_new_tokens,
             dtype=config.model.dtype,
+            shaping=config.shaping,
         )
 
     def train(self, manifest: Manifest, rows: list[Trajectory]) -> TrainResult:
@@ -111,7 +115,7 @@ class FsdpTrainer:
         torch.manual_seed(manifest.rng_key % 2**63)
         passes = self._passes(rows)
         reference_NT = passes.score(self._reference, range(len(rows))) if self._reference is not None else None
-        consumed = consume(rows, self._advantage, self._loss, reference_NT)
+        consumed = consume(rows, self._advantage, self._loss, reference_NT, self._shaping)
         outcome = passes.train(self._scorer, self._loss, consumed, reference_NT)
         gradient_norm, rate = self._updater.apply(manifest.step)
         self.step = manifest.step
