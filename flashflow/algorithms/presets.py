@@ -182,8 +182,9 @@ def _inert(loss: LossConfig, alpha: float) -> Mistake:
     """Off-policy handling that handles nothing. Only weighted_topr without its weighted part gets here: all others
     that do not weight by themselves have been given a correction."""
     return "weight_negative", (
-        f"at rollout.alpha = {alpha} samples are stale, but with weight_negative = {loss.weight_negative} surrogate "
-        f"{loss.surrogate} takes them for fresh ones: raise weight_negative, or write `correction: none` to accept it"
+        f"samples may be {alpha} versions old (rollout.alpha, replay.max_replay_staleness), but with weight_negative = "
+        f"{loss.weight_negative} surrogate {loss.surrogate} takes them for fresh ones: raise weight_negative, or write "
+        "`correction: none` to accept it"
     )
 
 

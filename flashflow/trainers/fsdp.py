@@ -24,7 +24,7 @@ from flashflow.trainers import checkpoint, sharding
 from flashflow.trainers.base import TrainResult
 from flashflow.trainers.batch import check_rows, consume
 from flashflow.trainers.logprobs import TokenScorer
-from flashflow.trainers.metrics import batch_metrics, packing_metrics
+from flashflow.trainers.metrics import UNMEASURED, batch_metrics, packing_metrics
 from flashflow.trainers.passes import Passes
 from flashflow.trainers.state import describe_parameters, load_state, save_state
 from flashflow.trainers.update import Updater
@@ -120,6 +120,7 @@ class FsdpTrainer:
         gradient_norm, rate = self._updater.apply(manifest.step)
         self.step = manifest.step
         metrics = {
+            **UNMEASURED,
             **summarise(outcome.metrics),
             **batch_metrics(manifest, rows),
             **packing_metrics(outcome.plan, rows),

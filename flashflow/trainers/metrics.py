@@ -10,6 +10,12 @@ from flashflow.packing import MicroBatch
 from flashflow.records import Manifest, Trajectory
 from flashflow.trainers.scorable import is_scorable
 
+UNMEASURED = {
+    **dict.fromkeys(("r_mean", "r_max", "w_mean", "w_max", "rho_mean", "rho_max"), 1.0),
+    **dict.fromkeys(("mismatch_k3", "clip_fraction", "entropy"), 0.0),
+}
+"""What a batch says of ratios when nothing in it is trained (`empty_batch`), as of weights that are the same."""
+
 
 def batch_metrics(manifest: Manifest, rows: Sequence[Trajectory]) -> dict[str, float]:
     """Rewards, response lengths and staleness of the batch; rewards over scorable rows, lengths over all.
