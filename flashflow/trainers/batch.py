@@ -14,12 +14,12 @@ import torch.nn.functional as F
 
 from flashflow.algorithms.advantages import token_advantages
 from flashflow.algorithms.kl import kl_penalty
-from flashflow.algorithms.rewards import overlong_penalty
 from flashflow.algorithms.settings import NO_SHAPING, AdvantageConfig, LossConfig, ShapingConfig
 from flashflow.errors import ContractError
 from flashflow.packing import MicroBatch
 from flashflow.records import Manifest, Trajectory
 from flashflow.trainers.scorable import is_scorable
+from flashflow.trainers.shaping import is_trained, shaped_reward
 
 WITHOUT_ADVANTAGE = frozenset({"kimi", "dppo_tv"})
 """Surrogates with a term that the advantage does not multiply."""
@@ -91,8 +91,8 @@ def consume(
 
     reference_NT: log-probabilities of the reference model, needed for a KL penalty placed in the reward.
     """
-    left_out = [shaping.mask_truncated and row.outcome == "truncated" for row in rows]
-    mask_NT = padded([row.mask for row in rows]).bool() & ~torch.tensor(left_out, dtype=torch.bool)[:, None]
+    trained = [is_trained(row, shaping) for row in rows]
+    mask_NT = padded([row.mask for row in rows]).bool() & torch.tensor(trained, dtype=torch.bool)[:, None]
     penalty_NT = None
     if loss.needs_reference and loss.kl_placement == "reward" and reference_NT is not None:
         behaviour_NT = padded([row.logprobs for row in rows])
@@ -111,17 +111,10 @@ def consume(
     return Consumed(
         advantages_NT=result.advantages.float(),
         rewards_N=torch.tensor(rewards_N, dtype=torch.float32),
-        counted_rows=[place for place, row in enumerate(rows) if is_scorable(row) and not left_out[place]],
+        counted_rows=[place for place, row in enumerate(rows) if is_trained(row, shaping)],
         num_tokens=int(result.mask.sum()),
         num_sequences=int(result.mask.any(dim=1).sum()),
     )
-
-
-def shaped_reward(row: Trajectory, shaping: ShapingConfig) -> float | None:
-    """What the advantage is made of: the raw task reward and the overlong penalty of the tokens sampled."""
-    if row.reward is None or shaping.budget is None:
-        return row.reward
-    return row.reward + overlong_penalty(row.num_sampled, budget=shaping.budget, cache=shaping.cache)
 
 
 def gradient_rows(loss: LossConfig, consumed: Consumed) -> list[int]:

@@ -8,8 +8,9 @@ from trainer_cases import make_manifest, make_trajectory
 
 from flashflow.algorithms.settings import NO_SHAPING, AdvantageConfig, LossConfig, ShapingConfig
 from flashflow.records import SampleId
-from flashflow.trainers.batch import consume, shaped_reward
+from flashflow.trainers.batch import consume
 from flashflow.trainers.metrics import batch_metrics
+from flashflow.trainers.shaping import shaped_reward
 
 DR_GRPO = AdvantageConfig(estimator="dr_grpo")
 
