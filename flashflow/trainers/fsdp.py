@@ -120,7 +120,7 @@ class FsdpTrainer:
         gradient_norm, rate = self._updater.apply(manifest.step)
         self.step = manifest.step
         metrics = {
-            **UNMEASURED,
+            **(UNMEASURED if consumed.num_tokens == 0 else {}),
             **summarise(outcome.metrics),
             **batch_metrics(manifest, rows),
             **packing_metrics(outcome.plan, rows),
