@@ -33,7 +33,7 @@ PRESETS: dict[str, Algorithm] = {
     # Understanding R1-Zero-like training (2503.20783): neither the length nor the deviation of a group divides. The
     # paper leaves the constant that does to the user: ours is the longest answer.
     "dr_grpo": (DR_GRPO, LossConfig(surrogate="clip", aggregation="seq_mean_token_sum_norm")),
-    # DAPO (2503.14476) eq. 8; its dynamic sampling is filters.select_groups, its eq. 13 rewards.overlong_penalty.
+    # DAPO (2503.14476) eq. 8; with it come dynamic sampling (eq. 11) and the overlong penalty (eq. 13), see below.
     "dapo": (GRPO, LossConfig(surrogate="clip", clip_high=0.28, aggregation="token_mean")),
     # GSPO (2507.18071) eq. 5 and 7.
     "gspo": (GRPO, LossConfig(surrogate="gspo")),
@@ -66,6 +66,13 @@ PRESETS: dict[str, Algorithm] = {
     # Rethinking the trust region in LLM RL (2602.04879): DPPO, binary total variation.
     "dppo": (DR_GRPO, LossConfig(surrogate="dppo_tv", aggregation="token_mean")),
 }  # fmt: skip
+
+
+DYNAMIC_SAMPLING = frozenset({"dapo"})
+"""Presets with filters.dynamic. The paper sets no bound to the groups that are replaced; filters.max_filtered_fraction
+does, at the nine of ten of the common codebase's ten rounds of generation a batch."""
+OVERLONG_PENALTY = frozenset({"dapo"})
+"""Presets with overlong.penalty; the paper's budget of 20480 and cache of 4096 become max_new_tokens and its fifth."""
 
 
 def resolve(preset: str, overrides: Mapping[str, object], *, alpha: float) -> Algorithm:
@@ -183,8 +190,9 @@ def _inert(loss: LossConfig, alpha: float) -> Mistake:
     """Off-policy handling that handles nothing. Only weighted_topr without its weighted part gets here: all others
     that do not weight by themselves have been given a correction."""
     return "weight_negative", (
-        f"at rollout.alpha = {alpha} samples are stale, but with weight_negative = {loss.weight_negative} surrogate "
-        f"{loss.surrogate} takes them for fresh ones: raise weight_negative, or write `correction: none` to accept it"
+        f"samples may be {alpha} versions old (rollout.alpha, replay.max_replay_staleness), but with weight_negative = "
+        f"{loss.weight_negative} surrogate {loss.surrogate} takes them for fresh ones: raise weight_negative, or write "
+        "`correction: none` to accept it"
     )
 
 

@@ -198,6 +198,41 @@ class LossConfig(Settings):
         return self.model_copy(update={"norm_length": float(max_response_tokens)})
 
 
+class FilterConfig(Settings):
+    """Which complete groups are not trained but replaced by another, by the raw task rewards of their members."""
+
+    dynamic: bool = False
+    """Dynamic sampling (DAPO 2503.14476 eq. 11): a group without signal is replaced."""
+    mean_lower: float | None = None
+    """A group is replaced unless its mean reward is above; None: no bound."""
+    mean_upper: float | None = None
+    """A group is replaced unless its mean reward is below; None: no bound."""
+    max_filtered_fraction: float = Field(0.9, ge=0, lt=1)
+    """Share past which the run stops: replaced groups since the last batch, of these and the complete ones that wait,
+    which count as a batch and as 16 at least."""
+
+    @property
+    def active(self) -> bool:
+        return self.dynamic or self.mean_lower is not None or self.mean_upper is not None
+
+
+NO_FILTERS = FilterConfig()
+
+
+class ShapingConfig(Settings):
+    """What becomes of long responses, in the advantage alone; lengths in sampled tokens of all turns."""
+
+    budget: int | None = Field(None, ge=1)
+    """L of the overlong penalty (see rewards.overlong_penalty); None: no penalty."""
+    cache: int = Field(1, ge=1)
+    """c of the overlong penalty."""
+    mask_truncated: bool = False
+    """Truncated samples leave the loss's numerator and denominator; their reward stays in the group's baseline."""
+
+
+NO_SHAPING = ShapingConfig()
+
+
 class ReplayConfig(Settings):
     """Replay of groups with signal in place of groups without."""
 

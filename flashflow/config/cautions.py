@@ -11,17 +11,21 @@ import psutil
 
 from flashflow.config.rules import Rule, apply_rules
 from flashflow.config.sections import (
+    AlgorithmSection,
     BatchSection,
     CheckpointSection,
     Config,
     EngineSection,
     EvalSection,
+    FiltersSection,
     ModelSection,
     NetworkSection,
     PlacementSection,
+    ReplaySection,
     RolloutSection,
     RunSection,
     SamplingSection,
+    filters_dynamically,
 )
 
 CONFIDENT_PROBLEMS = 512
@@ -40,6 +44,28 @@ def short_answers_are_not_favoured(rollout: RolloutSection) -> Iterator[str]:
         yield (
             "rollout.on_stale: drop favours short answers: long ones expire and are not trained; "
             "wait trains the lengths that were generated"
+        )
+
+
+def what_is_trained_is_what_was_generated(rollout: RolloutSection, replay: ReplaySection) -> Iterator[str]:
+    if rollout.failures == "filter":
+        yield (
+            "rollout.failures: filter favours short answers: those that run into a deadline are tried again; "
+            "mask leaves them out without another try"
+        )
+    if replay.enabled:
+        yield (
+            f"replay.enabled: true trains samples up to replay.max_replay_staleness {replay.max_replay_staleness} "
+            f"versions old, whatever rollout.alpha {rollout.alpha} says of fresh ones"
+        )
+
+
+def filters_change_the_lengths(algorithm: AlgorithmSection, filters: FiltersSection) -> Iterator[str]:
+    bounded = filters.mean_lower is not None or filters.mean_upper is not None
+    if bounded or filters_dynamically(algorithm, filters):
+        yield (
+            "filters: replacing groups favours short answers where long ones fail together: lengths trained are not "
+            "distributed as lengths generated"
         )
 
 
@@ -140,6 +166,8 @@ def the_interface_is_this_hosts(network: NetworkSection) -> Iterator[str]:
 
 CAUTIONS: tuple[Rule, ...] = (
     short_answers_are_not_favoured,
+    what_is_trained_is_what_was_generated,
+    filters_change_the_lengths,
     few_problems_say_little,
     long_answers_exceed_the_micro_batch,
     engines_can_be_filled,

@@ -23,18 +23,25 @@ from flashflow.config.sections import (
     DataSection,
     EngineSection,
     EvalSection,
+    FiltersSection,
     HuggingFaceData,
     JsonlData,
     ModelSection,
     NetworkSection,
     OptimizerSection,
+    OverlongSection,
     ParquetData,
     PlacementSection,
     ReasoningGymData,
+    ReplaySection,
     RewardSection,
     RolloutSection,
     RunSection,
     SamplingSection,
+    filters_dynamically,
+    overlong_lengths,
+    penalises_overlong,
+    trained_staleness,
 )
 
 Rule = Callable[..., Iterator[str]]
@@ -60,9 +67,12 @@ def apply_rules(rules: Sequence[Rule], sections: Mapping[str, BaseModel | None])
     return found
 
 
-def the_algorithm_is_whole(algorithm: AlgorithmSection, rollout: RolloutSection) -> Iterator[str]:
+def the_algorithm_is_whole(
+    algorithm: AlgorithmSection, rollout: RolloutSection, replay: ReplaySection
+) -> Iterator[str]:
     overrides = algorithm.model_extra or {}
-    found = presets.mistakes(algorithm.preset, overrides, alpha=rollout.alpha, group_size=rollout.group_size)
+    alpha = trained_staleness(rollout, replay)
+    found = presets.mistakes(algorithm.preset, overrides, alpha=alpha, group_size=rollout.group_size)
     yield from (f"algorithm.{path}: {message}" for path, message in found)
 
 
@@ -71,6 +81,85 @@ def a_loss_of_ones_own_exists(algorithm: AlgorithmSection) -> Iterator[str]:
     problem = problem_of(function) if isinstance(function, str) else None
     if problem is not None:
         yield f"algorithm.loss: {function!r}: {problem}"
+
+
+def filters_can_keep_a_group(
+    algorithm: AlgorithmSection, filters: FiltersSection, rollout: RolloutSection
+) -> Iterator[str]:
+    lower, upper = filters.mean_lower, filters.mean_upper
+    if lower is not None and upper is not None and lower >= upper:
+        yield f"filters.mean_lower: {lower} must be below filters.mean_upper {upper}, or every group is replaced"
+    dynamic = filters_dynamically(algorithm, filters)
+    if dynamic and rollout.group_size < 2:
+        yield (
+            f"rollout.group_size: {rollout.group_size} gives no group a signal, so {_dynamic(algorithm, filters)} "
+            "replaces all of them; make groups of 2 or more, or set filters.dynamic to false"
+        )
+    usual = FiltersSection().max_filtered_fraction
+    if not dynamic and lower is None and upper is None and filters.max_filtered_fraction != usual:
+        yield (
+            f"filters.max_filtered_fraction: {filters.max_filtered_fraction} has no effect while filters.dynamic, "
+            "filters.mean_lower and filters.mean_upper filter nothing; turn one on, or remove it"
+        )
+
+
+def filtered_failures_have_a_limit(rollout: RolloutSection) -> Iterator[str]:
+    if rollout.failures == "filter" and rollout.max_failed_fraction == 1:
+        yield (
+            "rollout.max_failed_fraction: 1 with rollout.failures filter would replace failing groups for ever; "
+            "set it below 1"
+        )
+
+
+def the_overlong_penalty_acts(
+    algorithm: AlgorithmSection, overlong: OverlongSection, sampling: SamplingSection
+) -> Iterator[str]:
+    if not penalises_overlong(algorithm, overlong):
+        for name in ("budget", "cache"):
+            if getattr(overlong, name) is not None:
+                yield (
+                    f"overlong.{name}: {getattr(overlong, name)} has no effect with overlong.penalty false; "
+                    "remove one of them"
+                )
+        return
+    budget, cache = overlong_lengths(overlong, sampling)
+    path = "overlong.budget" if overlong.budget is not None else "sampling.max_new_tokens"
+    if cache > budget:
+        yield f"overlong.cache: {cache} is more than {path} {budget}; lower it"
+    elif budget - cache >= sampling.max_new_tokens:
+        yield (
+            f"overlong.budget: {budget} less overlong.cache {cache} is not below sampling.max_new_tokens "
+            f"{sampling.max_new_tokens}: no answer would be penalised; lower the budget"
+        )
+
+
+def replay_fits_the_rest(
+    algorithm: AlgorithmSection, filters: FiltersSection, replay: ReplaySection, rollout: RolloutSection
+) -> Iterator[str]:
+    if not replay.enabled:
+        usual = ReplaySection()
+        for name in ReplaySection.model_fields:
+            if getattr(replay, name) != getattr(usual, name):
+                yield (
+                    f"replay.{name}: {getattr(replay, name)} has no effect with replay.enabled false; "
+                    "set that to true, or remove it"
+                )
+        return
+    if filters_dynamically(algorithm, filters):
+        yield (
+            f"replay.enabled: true together with {_dynamic(algorithm, filters)}: both replace groups without signal; "
+            "set one of them to false"
+        )
+    if rollout.group_size < 2:
+        yield (
+            f"replay.enabled: true, but with rollout.group_size {rollout.group_size} no group has a signal to be kept "
+            "for; make groups of 2 or more, or set it to false"
+        )
+
+
+def _dynamic(algorithm: AlgorithmSection, filters: FiltersSection) -> str:
+    """The option that turned dynamic sampling on, for a person."""
+    return "filters.dynamic true" + ("" if filters.dynamic else f" (of algorithm.preset {algorithm.preset})")
 
 
 def answers_fit_the_context(sampling: SamplingSection, engine: EngineSection, evaluation: EvalSection) -> Iterator[str]:
@@ -286,6 +375,10 @@ def _max_positions(description: Path) -> int | None:
 RULES: tuple[Rule, ...] = (
     the_algorithm_is_whole,
     a_loss_of_ones_own_exists,
+    filters_can_keep_a_group,
+    filtered_failures_have_a_limit,
+    the_overlong_penalty_acts,
+    replay_fits_the_rest,
     answers_fit_the_context,
     the_warmup_ends,
     a_decay_floor_needs_a_decay,

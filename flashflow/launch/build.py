@@ -43,6 +43,9 @@ def buffer(config: Config, clock: Clock) -> "Buffer":
         tasks=make_stream(config.data, config.run.seed),
         folder=config.run_folder / "journal",
         clock=clock,
+        filters=config.filtering,
+        replay=config.replaying,
+        reward_name=config.reward.function,
     )
 
 

@@ -31,7 +31,7 @@ from flashflow.messages import (
     NextBatch,
     ServingVersion,
 )
-from flashflow.metrics import staleness_metrics
+from flashflow.metrics import manifest_metrics
 from flashflow.records import Manifest, SharedWeights
 from flashflow.roles.publication import PublicationLane
 from flashflow.trainers.base import TrainResult
@@ -305,7 +305,7 @@ class Controller:
             "tokens_wasted": newly_wasted,
             "time_publish_s": self._lane.published.sync_s,
             **times,
-            **staleness_metrics(batch.manifest),
+            **manifest_metrics(batch.manifest),
             **{f"ledger_{name}": value for name, value in batch.stats.items() if name != "tokens_wasted"},
             **result.metrics,
         }

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from flashflow.algorithms.advantages import token_advantages
 from flashflow.algorithms.aggregation import Denominators
 from flashflow.algorithms.kl import kl_penalty
-from flashflow.algorithms.settings import AdvantageConfig, LossConfig
+from flashflow.algorithms.settings import NO_SHAPING, AdvantageConfig, LossConfig, ShapingConfig
 from flashflow.errors import ContractError
 from flashflow.packing import MicroBatch
 from flashflow.records import Manifest, Trajectory
 from flashflow.trainers.scorable import is_scorable
+from flashflow.trainers.shaping import is_trained, shaped_reward
 
 WITHOUT_ADVANTAGE = frozenset({"kimi", "dppo_tv"})
 """Surrogates with a term that the advantage does not multiply."""
@@ -60,7 +61,7 @@ class Consumed:
     rewards_N: torch.Tensor
     """float32 raw task rewards; 0 where not scorable."""
     counted_rows: list[int]
-    """Places of the scorable rows; the others take no part in any pass."""
+    """Places of the rows to be trained; the others, not scorable or masked as truncated, take no part in any pass."""
     num_updates: int
     """Optimizer steps on the batch."""
     reference_NT: torch.Tensor | None
@@ -101,9 +102,9 @@ def check_rows(manifest: Manifest, rows: Sequence[Trajectory], step: int) -> Non
             )
 
 
-def counted_rows(rows: Sequence[Trajectory]) -> list[int]:
-    """Places of the scorable rows."""
-    return [place for place, row in enumerate(rows) if is_scorable(row)]
+def counted_rows(rows: Sequence[Trajectory], shaping: ShapingConfig = NO_SHAPING) -> list[int]:
+    """Places of the rows to be trained."""
+    return [place for place, row in enumerate(rows) if is_trained(row, shaping)]
 
 
 def split_by_group(rows: Sequence[Trajectory], num_parts: int) -> list[list[int]]:
@@ -120,6 +121,7 @@ def consume(
     advantage: AdvantageConfig,
     loss: LossConfig,
     *,
+    shaping: ShapingConfig = NO_SHAPING,
     num_updates: int = 1,
     reference_NT: torch.Tensor | None = None,
     prox_NT: torch.Tensor | None = None,
@@ -129,7 +131,8 @@ def consume(
 
     reference_NT is needed for a KL penalty placed in the reward too, values_NT for gae.
     """
-    mask_NT = padded([row.mask for row in rows]).bool()
+    trained = [is_trained(row, shaping) for row in rows]
+    mask_NT = padded([row.mask for row in rows]).bool() & torch.tensor(trained, dtype=torch.bool)[:, None]
     penalty_NT = None
     if loss.needs_reference and loss.kl_placement == "reward" and reference_NT is not None:
         behaviour_NT = padded([row.logprobs for row in rows])
@@ -138,7 +141,7 @@ def consume(
         )
     result = token_advantages(
         advantage,
-        rewards=[row.reward for row in rows],
+        rewards=[shaped_reward(row, shaping) for row in rows],
         group_ids=[row.sample.group for row in rows],
         mask=mask_NT,
         scorable=[is_scorable(row) for row in rows],
@@ -150,7 +153,7 @@ def consume(
         advantages_NT=result.advantages.float(),
         mask_NT=result.mask,
         rewards_N=torch.tensor(rewards_N, dtype=torch.float32),
-        counted_rows=counted_rows(rows),
+        counted_rows=counted_rows(rows, shaping),
         num_updates=num_updates,
         reference_NT=reference_NT,
         prox_NT=prox_NT,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashflow.algorithms.presets import resolve
-from flashflow.algorithms.settings import AdvantageConfig, LossConfig
+from flashflow.algorithms.settings import NO_SHAPING, AdvantageConfig, LossConfig, ShapingConfig
 from flashflow.algorithms.surrogates import own_loss
 from flashflow.config.sections import CriticSection, OptimizerSection
 from flashflow.errors import ConfigError, WeightsError
@@ -24,7 +24,7 @@ from flashflow.trainers.batch import check_rows
 from flashflow.trainers.critic import Critic
 from flashflow.trainers.learner import Learner
 from flashflow.trainers.logprobs import TokenScorer
-from flashflow.trainers.metrics import batch_metrics
+from flashflow.trainers.metrics import UNMEASURED, batch_metrics
 from flashflow.trainers.passes import Passes
 from flashflow.trainers.state import Part, describe_parameters, load_state, save_state
 from flashflow.trainers.update import Updater
@@ -55,6 +55,7 @@ class FsdpTrainer:
         optimizer_steps: int = 1,
         epochs: int = 1,
         critic: CriticSection | None = None,
+        shaping: ShapingConfig = NO_SHAPING,
     ) -> None:
         """model: a transformers causal LM on its device, taken over and sharded. num_steps: for the decay of the rate.
         dtype: of the computation and of the staged weights; parameters and optimizer are float32 always.
@@ -89,6 +90,7 @@ class FsdpTrainer:
             critic=self._critic,
             advantage=advantage,
             loss=loss,
+            shaping=shaping,
             optimizer_steps=optimizer_steps,
             epochs=epochs,
         )
@@ -96,6 +98,7 @@ class FsdpTrainer:
         self._settings = {
             "algorithm.advantage": advantage.model_dump_json(),
             "algorithm.loss": loss.model_dump_json(),
+            "overlong": shaping.model_dump_json(),
             "optimizer": optimizer.model_dump_json(),
             "critic": "none" if critic is None else critic.model_dump_json(),
             "batch.optimizer_steps x batch.epochs": f"{optimizer_steps} x {epochs}",
@@ -106,7 +109,7 @@ class FsdpTrainer:
     def from_config(cls, config: "Config", model: Any, *, run_id: str) -> "FsdpTrainer":
         overrides = config.algorithm.model_extra
         advantage, loss = resolve(
-            config.algorithm.preset, overrides if overrides is not None else {}, alpha=config.rollout.alpha
+            config.algorithm.preset, overrides if overrides is not None else {}, alpha=config.trained_staleness
         )
         return cls(
             model,
@@ -122,6 +125,7 @@ class FsdpTrainer:
             optimizer_steps=config.batch.optimizer_steps,
             epochs=config.batch.epochs,
             critic=config.critic,
+            shaping=config.shaping,
         )
 
     def train(self, manifest: Manifest, rows: list[Trajectory]) -> TrainResult:
@@ -132,7 +136,8 @@ class FsdpTrainer:
         torch.manual_seed(manifest.rng_key % 2**63)
         learned = self._learner.learn(self._passes(rows), manifest.step)
         self.step = manifest.step
-        return TrainResult(step=self.step, metrics={**learned, **batch_metrics(manifest, rows)})
+        unmeasured = UNMEASURED if learned["empty_batch"] else {}
+        return TrainResult(step=self.step, metrics={**unmeasured, **learned, **batch_metrics(manifest, rows)})
 
     def logprobs(self, rows: list[Trajectory]) -> list[Float32Array]:
         """A forward pass of its own under the present weights: [T] each, 0 where not sampled, nats at the sampling

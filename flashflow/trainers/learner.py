@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from flashflow.algorithms.settings import AdvantageConfig, LossConfig
+from flashflow.algorithms.settings import AdvantageConfig, LossConfig, ShapingConfig
 from flashflow.algorithms.stats import merge_metrics, summarise
 from flashflow.trainers.batch import Consumed, consume, counted_rows, split_by_group
 from flashflow.trainers.critic import Critic, ValueHead, explained_variance
@@ -39,12 +39,13 @@ class Learner:
         critic: Critic | None,
         advantage: AdvantageConfig,
         loss: LossConfig,
+        shaping: ShapingConfig,
         optimizer_steps: int,
         epochs: int,
     ) -> None:
         """optimizer_steps: of each of the `epochs` passes over a batch."""
         self._scorer, self._updater, self._reference, self._critic = scorer, updater, reference, critic
-        self._advantage, self._loss = advantage, loss
+        self._advantage, self._loss, self._shaping = advantage, loss, shaping
         self._optimizer_steps, self._epochs = optimizer_steps, epochs
 
     def learn(self, passes: Passes, step: int) -> dict[str, float]:
@@ -85,12 +86,15 @@ class Learner:
             rows,
             self._advantage,
             self._loss,
+            shaping=self._shaping,
             num_updates=num_updates,
             reference_NT=None if self._reference is None else self.logprobs(passes, self._reference, range(len(rows))),
-            prox_NT=self.logprobs(passes, self._scorer, counted_rows(rows))
+            prox_NT=self.logprobs(passes, self._scorer, counted_rows(rows, self._shaping))
             if num_updates > 1 and self._loss.needs_prox
             else None,
-            values_NT=None if self._critic is None else self._values(passes, self._critic, counted_rows(rows)),
+            values_NT=None
+            if self._critic is None
+            else self._values(passes, self._critic, counted_rows(rows, self._shaping)),
         )
 
     def logprobs(self, passes: Passes, scorer: nn.Module, rows: Sequence[int]) -> torch.Tensor:
