@@ -46,7 +46,7 @@ def run(seed: int, folder: Path) -> dict[str, Any]:
     ended = subprocess.run([sys.executable, "-m", "flashflow", *arguments, *places], cwd=ROOT, check=False)
     seconds = time.monotonic() - started
     steps = read_metrics(folder / "runs" / "quickstart" / "metrics.jsonl")
-    evaluations = [evaluation for step in steps for evaluation in step.get("evaluations", [])]
+    evaluations = read_metrics(folder / "runs" / "quickstart" / "evaluations.jsonl")
     return {
         "command": " ".join(["flashflow", *arguments]),
         "commit": commit(),

@@ -9,6 +9,7 @@ FlashflowError
 ├── TransportError       a message could not be delivered or answered
 │   ├── DeadlineError    no answer within the deadline of the config
 │   ├── PeerLost         the other end died or left
+│   ├── NotServing       an engine does not hold the weights that a request needs
 │   └── RemoteError      the other end raised while it handled the call
 └── BudgetError          a bounded number of retries or restarts is used up
 """
@@ -52,6 +53,10 @@ class DeadlineError(TransportError):
 
 class PeerLost(TransportError):
     """The other end died or left."""
+
+
+class NotServing(TransportError):
+    """An engine does not hold the weights that a request needs; another engine, or a later moment, may."""
 
 
 class RemoteError(TransportError):

@@ -117,6 +117,8 @@ class GenerateReply(Message):
     logprobs: Float32Array
     versions: Int32Array
     finish_reason: Literal["", "stop", "length", "aborted"] = ""
+    waited_s: float = 0.0
+    """Since the part before: seconds in which no engine worked on it. They count against no deadline of the attempt."""
 
 
 class Abort(Message):
@@ -245,6 +247,9 @@ class EvalReply(Message):
     """Mean reward; a failed attempt counts as 0."""
     mean_response_tokens: float
     num_failed: int
+    """Ended without a reward; they count as 0."""
+    num_missing: int
+    """Not ended by evaluation.deadline_s; more than 0: the accuracy is none."""
     seconds: float
 
 
@@ -256,6 +261,7 @@ class JournalStatus(Message):
     last_manifest: int
     """Highest manifest handed out; 0 for none."""
     counts: dict[str, int]
+    tokens_wasted: int
 
 
 class Finish(Message):

@@ -99,6 +99,8 @@ class ManifestRow(Record):
     initiating_version: int
     reward: float | None
     outcome: Outcome
+    use: int = 1
+    """Times the sample is trained, this one included; above 1 the row is a replay slot (contract 9)."""
 
 
 class Manifest(Record):
@@ -107,10 +109,14 @@ class Manifest(Record):
     step: int
     """k, from 1; the batch that turns version k - 1 into k."""
     rows: list[ManifestRow]
-    """Ordered by group, then member."""
+    """Fresh samples ordered by group, then member; after them the replay slots, group by group."""
     group_size: int
     rng_key: int
     """64 bits, for any randomness the optimizer step needs."""
+    replaced: list[int] = []
+    """Groups without signal in whose place replay slots are trained."""
+    num_filtered: int = 0
+    """Groups filtered since the batch before."""
     redone: bool = False
     """True when it was handed out before: its training repeats work lost after the last checkpoint."""
 

@@ -1,6 +1,10 @@
 """The ring round a ledger, in as few lines as keep it honest: leases, commits, batches and versions in any order."""
 
+from collections.abc import Callable
+from random import Random
+
 import msgspec
+from hypothesis import strategies as st
 
 from flashflow.ledger import FINAL, WAITING, Ledger, Rules, State
 from flashflow.ledger import events as e
@@ -10,11 +14,51 @@ MAX_LAG = 2
 """Batch k is asked for only when version k - 2 is served: a version is staged once the one before is served."""
 
 
+ALPHAS = st.one_of(
+    st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.floats(0, 3.5).map(lambda alpha: round(alpha, 3)), st.floats(0, 3.5)
+)
+SIZES = st.tuples(st.integers(1, 3), st.integers(1, 4))
+WEIGHTS = {"lease": 8, "commit": 8, "batch": 6, "publish": 4, "expire": 0.5, "fail": 0.3, "reopen": 0.1, "cover": 0.3}
+
+
+def history(seed, length, starving):
+    """Actions with a choice and an age each. `starving`: envs finish the newest lease first, mostly."""
+    random = Random(seed)
+    for action in random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=length):
+        newest = random.random() < (0.9 if starving else 0.1)
+        yield action, -1 if newest else random.randrange(1000), random.choice([0, 0, 1, 2])
+
+
+ACTIONS = st.builds(history, st.integers(0, 2**32), st.sampled_from([20, 100, 400]), st.booleans())
+
+
+def play(ring, actions):
+    for action, choice, age in actions:
+        match action:
+            case "lease":
+                ring.lease()
+            case "commit":
+                ring.commit(choice, age)
+            case "batch":
+                ring.next_batch()
+            case "publish":
+                ring.publish()
+            case "expire":
+                ring.expire(choice)
+            case "fail":
+                ring.fail(choice)
+            case "reopen":
+                ring.reopen()
+            case "cover":
+                ring.record(e.Covered(max(ring.ledger.covered, choice % (ring.ledger.last_manifest + 1))))
+
+
 class Ring:
     """Every event goes through `record`, which checks what must hold at every moment."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, reward_of: Callable[[SampleId], float | None] = lambda sample: 1.0) -> None:
         self.ledger = Ledger(rules)
+        self.reward_of = reward_of
         self.events: list[e.AnyEvent] = []
         self.leases: list[tuple[SampleId, int]] = []
         self.accepted: list[tuple[SampleId, int]] = []
@@ -41,7 +85,7 @@ class Ring:
         self.leases.append((self.ledger.groups[leased.group].sample(leased.member), leased.epoch))
         return True
 
-    def commit(self, choice: int, age: int = 0, reward: float | None = 1.0) -> None:
+    def commit(self, choice: int, age: int = 0) -> None:
         """The oldest token was sampled by any version served since the lease."""
         if not self.leases:
             return
@@ -50,8 +94,9 @@ class Ring:
             return
         leased_at = self.ledger.groups[sample.group].members[sample.member].served
         version = leased_at + age % (self.ledger.served - leased_at + 1)
-        self.record(self.committed(sample, epoch, version, reward))
+        self.record(self.committed(sample, epoch, version, self.reward_of(sample)))
         self.accepted.append((sample, epoch))
+        self.settle(sample.group)
 
     def committed(self, sample: SampleId, epoch: int, version: int, reward: float | None = 1.0) -> e.Committed:
         place = e.Location(0, 100 * len(self.events), 10)
@@ -63,8 +108,12 @@ class Ring:
         sample, epoch = self.leases.pop(choice % len(self.leases))
         if self.ledger.judge(sample, epoch) == "accepted":
             self.record(self.ledger.fail(sample, "broken"))
-            if self.ledger.outstanding[sample.group].hopeless:
-                self.record(e.GroupFailed(sample.group))
+            self.settle(sample.group)
+
+    def settle(self, group: int) -> None:
+        event = self.ledger.settle(group)
+        if event is not None:
+            self.record(event)
 
     def expire(self, choice: int) -> None:
         """The holder stays in the list: it will commit late."""
@@ -85,7 +134,7 @@ class Ring:
         if not selection.groups:
             return False
         self.record(self.ledger.take(step, selection.groups, rng_key=step))
-        self.trained += [row.sample for row in self.ledger.manifests[step].rows]
+        self.trained += [row.sample for row in self.ledger.manifests[step].rows if row.use == 1]
         return True
 
     def publish(self) -> bool:

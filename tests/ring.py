@@ -24,6 +24,15 @@ def scatter(completion, answer):
     return (sum(map(ord, completion)) + int(answer)) % 7 / 6
 
 
+def some_silent(completion, answer):
+    """Every third task gives all its attempts the same reward."""
+    return 1.0 if int(answer) % 3 == 0 else scatter(completion, answer)
+
+
+def constant(completion, answer):
+    return 1.0
+
+
 def explode(completion, answer):
     if "sum" in answer or len(completion) >= 0:
         raise ZeroDivisionError("the reward function of the test blew up")

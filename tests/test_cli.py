@@ -81,6 +81,16 @@ def test_resuming_what_never_began_is_a_mistake(config_file):
     assert "nothing to resume" in result.stderr
 
 
+def test_resuming_with_another_seed_ends_with_2_and_changes_nothing(config_file):
+    stored = config_file.parent / "clitest" / "config.yaml"
+    stored.parent.mkdir()
+    stored.write_text("run: {seed: 5}\n")
+    result = flashflow("train", config_file, "--resume")
+    assert result.returncode == 2
+    assert f"run.seed: 0, but the run in {stored.parent} began with 5; remedy: put it back" in result.stderr
+    assert stored.read_text() == "run: {seed: 5}\n"
+
+
 def test_a_reward_module_beside_the_working_folder_is_found(config_file):
     (config_file.parent / "beside.py").write_text("def exact(completion, **row):\n    return 1.0\n")
     result = flashflow("check", config_file, "reward.function=beside:exact", cwd=config_file.parent)

@@ -1,7 +1,6 @@
 """The ledger: what holds after any history, and each rule of admission, selection and leases by example."""
 
 import math
-from random import Random
 
 import msgspec
 import pytest
@@ -15,45 +14,7 @@ from flashflow.ledger import events as e
 from flashflow.ledger.book import EPOCHS_PER_OPENING
 from flashflow.records import SampleId
 from flashflow.staleness import Aged, in_time, last_batch, select
-from tests.ledger_ring import Ring
-
-ALPHAS = st.one_of(
-    st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.floats(0, 3.5).map(lambda alpha: round(alpha, 3)), st.floats(0, 3.5)
-)
-SIZES = st.tuples(st.integers(1, 3), st.integers(1, 4))
-WEIGHTS = {"lease": 8, "commit": 8, "batch": 6, "publish": 4, "expire": 0.5, "fail": 0.3, "reopen": 0.1, "cover": 0.3}
-
-
-def history(seed, length, starving):
-    """Actions with a choice and an age each. `starving`: envs finish the newest lease first, mostly."""
-    random = Random(seed)
-    for action in random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=length):
-        newest = random.random() < (0.9 if starving else 0.1)
-        yield action, -1 if newest else random.randrange(1000), random.choice([0, 0, 1, 2])
-
-
-ACTIONS = st.builds(history, st.integers(0, 2**32), st.sampled_from([20, 100, 400]), st.booleans())
-
-
-def play(ring, actions):
-    for action, choice, age in actions:
-        match action:
-            case "lease":
-                ring.lease()
-            case "commit":
-                ring.commit(choice, age)
-            case "batch":
-                ring.next_batch()
-            case "publish":
-                ring.publish()
-            case "expire":
-                ring.expire(choice)
-            case "fail":
-                ring.fail(choice)
-            case "reopen":
-                ring.reopen()
-            case "cover":
-                ring.record(e.Covered(max(ring.ledger.covered, choice % (ring.ledger.last_manifest + 1))))
+from tests.ledger_ring import ACTIONS, ALPHAS, SIZES, Ring, play
 
 
 def rules_of(sizes, alpha, on_stale="wait", max_attempts=3):

@@ -6,8 +6,11 @@ A reward that is None, NaN or infinite is not scorable and takes no part.
 import math
 from collections.abc import Sequence
 
-from flashflow.algorithms.settings import SIGNAL_TOLERANCE
+from flashflow.algorithms.settings import SIGNAL_TOLERANCE, FilterConfig
 from flashflow.errors import BudgetError
+
+FEWEST_KEPT = 16
+"""Kept groups that a share of lost ones is measured against at least: of a small batch chance alone may cost many."""
 
 
 def scorable(rewards: Sequence[float | None]) -> list[float]:
@@ -46,19 +49,40 @@ def select_groups(
     ]
 
 
-def check_filtered_fraction(*, num_filtered: int, num_seen: int, max_fraction: float, reward_name: str) -> None:
-    """Raises BudgetError when more than `max_fraction` of the groups seen were filtered."""
-    if num_seen and num_filtered > max_fraction * num_seen:
+def keeps(config: FilterConfig, rewards: Sequence[float | None]) -> bool:
+    """Whether a group with these rewards is trained."""
+    lower = config.mean_lower if config.mean_lower is not None else -math.inf
+    upper = config.mean_upper if config.mean_upper is not None else math.inf
+    return bool(select_groups([rewards], dynamic=config.dynamic, lower=lower, upper=upper))
+
+
+def too_many(*, num_lost: int, num_kept: int, batch_groups: int, max_fraction: float) -> bool:
+    """More than `max_fraction` of the groups were lost.
+
+    num_lost: since the last batch. num_kept: complete groups that wait for a batch; taken for a batch and for
+    FEWEST_KEPT at least, so that few groups decide nothing.
+    """
+    return num_lost > max_fraction * (num_lost + max(num_kept, batch_groups, FEWEST_KEPT))
+
+
+def check_filtered_fraction(
+    *, num_filtered: int, num_kept: int, batch_groups: int, max_fraction: float, reward_name: str
+) -> None:
+    """Raises BudgetError when `too_many` groups were filtered."""
+    if too_many(num_lost=num_filtered, num_kept=num_kept, batch_groups=batch_groups, max_fraction=max_fraction):
         raise BudgetError(
-            f"{num_filtered} of {num_seen} groups were filtered, more than max_filtered_fraction = {max_fraction}: "
-            f"reward {reward_name} tells too few attempts apart; make the tasks fit the model, or raise the fraction"
+            f"since the last batch the filters dropped {num_filtered} groups of {num_filtered + num_kept}, more than "
+            f"filters.max_filtered_fraction = {max_fraction} of them and of a batch of {batch_groups} (or "
+            f"{FEWEST_KEPT}) to come: reward {reward_name} tells too few attempts apart; make the tasks fit the "
+            "model, or raise the fraction"
         )
 
 
-def check_failed_fraction(*, num_failed: int, num_samples: int, max_fraction: float) -> None:
-    """Raises BudgetError when more than `max_fraction` of a batch's samples failed."""
-    if num_samples and num_failed > max_fraction * num_samples:
+def check_failed_fraction(*, num_failed: int, num_kept: int, batch_groups: int, max_fraction: float) -> None:
+    """Raises BudgetError when `too_many` groups were dropped because a member failed."""
+    if too_many(num_lost=num_failed, num_kept=num_kept, batch_groups=batch_groups, max_fraction=max_fraction):
         raise BudgetError(
-            f"{num_failed} of {num_samples} samples failed, more than max_failed_fraction = {max_fraction}: "
-            "see the environment's tracebacks in the logs, or raise rollout.max_failed_fraction"
+            f"since the last batch failures cost {num_failed} groups of {num_failed + num_kept}, more than "
+            f"rollout.max_failed_fraction = {max_fraction} of them and of a batch of {batch_groups} (or "
+            f"{FEWEST_KEPT}) to come: see the environment's tracebacks in the logs, or raise the fraction"
         )

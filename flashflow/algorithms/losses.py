@@ -174,12 +174,14 @@ def value_loss(
     chosen = mask != 0
     v, old, target = masked(values, chosen), masked(old_values.detach(), chosen), masked(returns.detach(), chosen)
     plain = (v - target).square()
-    bounded = (old + (v - old).clamp(-config.value_clip, config.value_clip) - target).square()
+    moved = v - old
+    bounded = (old + moved.clamp(-config.value_clip, config.value_clip) - target).square()
     loss = aggregate(config, torch.maximum(plain, bounded) / 2, chosen, denominators)
     board = MetricBoard()
     board.add("value", v, chosen)
     board.add("value_error_squared", plain, chosen)
-    board.add("value_clip_fraction", bounded > plain, chosen)
+    # Within the range the two differ by rounding, which is no clipping.
+    board.add("value_clip_fraction", (moved.abs() > config.value_clip) & (bounded > plain), chosen)
     metrics, broken = board.collect(any_nan(chosen, values, old_values, returns))
     if broken:
         raise_for_nan(chosen, values=values, old_values=old_values, returns=returns)

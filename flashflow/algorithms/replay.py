@@ -81,8 +81,9 @@ def fill(
     filled = list(batch)
     for index, group in zip(silent, drawn, strict=False):
         filled[index] = group
-    for group in batch:
-        buffer = buffer.offer(group)
+    for index, group in enumerate(batch):
+        if index not in silent:
+            buffer = buffer.offer(group)
     return buffer, filled
 
 

@@ -95,8 +95,9 @@ class LossConfig(Settings):
     """How advantages become a loss. None means: the surrogate's own default."""
 
     surrogate: Surrogate = "clip"
-    loss: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """`module:function` of a surrogate of one's own, instead of `surrogate`; see algorithms.surrogates.Terms."""
+    loss: str | None = Field(None, pattern=r"^[^:]+:[A-Za-z_]\w*$")
+    """`module:function` or `file.py:function` of a surrogate of one's own, instead of `surrogate`: takes
+    algorithms.ratios.Terms, returns losses per token."""
     anchor: Literal["prox", "behaviour"] = "prox"
     aggregation: Aggregation = "seq_mean_token_mean"
     norm_length: PositiveFloat | None = None
@@ -195,6 +196,41 @@ class LossConfig(Settings):
         if self.aggregation != "seq_mean_token_sum_norm" or self.norm_length is not None:
             return self
         return self.model_copy(update={"norm_length": float(max_response_tokens)})
+
+
+class FilterConfig(Settings):
+    """Which complete groups are not trained but replaced by another, by the raw task rewards of their members."""
+
+    dynamic: bool = False
+    """Dynamic sampling (DAPO 2503.14476 eq. 11): a group without signal is replaced."""
+    mean_lower: float | None = None
+    """A group is replaced unless its mean reward is above; None: no bound."""
+    mean_upper: float | None = None
+    """A group is replaced unless its mean reward is below; None: no bound."""
+    max_filtered_fraction: float = Field(0.9, ge=0, lt=1)
+    """Share past which the run stops: replaced groups since the last batch, of these and the complete ones that wait,
+    which count as a batch and as 16 at least."""
+
+    @property
+    def active(self) -> bool:
+        return self.dynamic or self.mean_lower is not None or self.mean_upper is not None
+
+
+NO_FILTERS = FilterConfig()
+
+
+class ShapingConfig(Settings):
+    """What becomes of long responses, in the advantage alone; lengths in sampled tokens of all turns."""
+
+    budget: int | None = Field(None, ge=1)
+    """L of the overlong penalty (see rewards.overlong_penalty); None: no penalty."""
+    cache: int = Field(1, ge=1)
+    """c of the overlong penalty."""
+    mask_truncated: bool = False
+    """Truncated samples leave the loss's numerator and denominator; their reward stays in the group's baseline."""
+
+
+NO_SHAPING = ShapingConfig()
 
 
 class ReplayConfig(Settings):

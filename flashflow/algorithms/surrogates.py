@@ -5,8 +5,11 @@ sg is stop-gradient. Values outside the mask do not matter: the aggregation drop
 """
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -148,11 +151,11 @@ def surrogate_loss(terms: Terms) -> Row:
 
 @lru_cache
 def own_loss(path: str) -> OwnLoss:
-    """Imports `module:function`. Raises ConfigError when there is no such thing."""
-    module, _, name = path.partition(":")
+    """Imports `module:function` or `file.py:function`. Raises ConfigError when there is no such thing."""
+    source, _, name = path.rpartition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        function = getattr(_module(source), name)
+    except (ImportError, AttributeError, OSError) as error:
         raise ConfigError(
             [f"algorithm.loss: cannot import {path}: {error}; check the module's name and path"]
         ) from error
@@ -160,3 +163,15 @@ def own_loss(path: str) -> OwnLoss:
         raise ConfigError([f"algorithm.loss: {path} is no function: name one that maps Terms to losses [B,T]"])
     loss: OwnLoss = function
     return loss
+
+
+def _module(source: str) -> ModuleType:
+    if not source.endswith(".py"):
+        return importlib.import_module(source)
+    path = Path(source).resolve()
+    spec = importlib.util.spec_from_file_location(f"flashflow_loss_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

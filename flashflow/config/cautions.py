@@ -3,24 +3,36 @@
 Written as the rules of rules.py are.
 """
 
+import ipaddress
+import socket
 from collections.abc import Iterator
+
+import psutil
 
 from flashflow.config.rules import Rule, apply_rules
 from flashflow.config.sections import (
+    AlgorithmSection,
     BatchSection,
     CheckpointSection,
     Config,
     EngineSection,
     EvalSection,
+    FiltersSection,
     ModelSection,
+    NetworkSection,
     PlacementSection,
+    ReplaySection,
     RolloutSection,
     RunSection,
     SamplingSection,
+    filters_dynamically,
 )
 
 CONFIDENT_PROBLEMS = 512
 """Held-out problems from which an accuracy is known to about two points (contract 9)."""
+
+WAITING_PER_SLOT = 8
+"""Attempts per slot of the engines past which most of an attempt is waiting."""
 
 
 def cautions(config: Config) -> list[str]:
@@ -32,6 +44,28 @@ def short_answers_are_not_favoured(rollout: RolloutSection) -> Iterator[str]:
         yield (
             "rollout.on_stale: drop favours short answers: long ones expire and are not trained; "
             "wait trains the lengths that were generated"
+        )
+
+
+def what_is_trained_is_what_was_generated(rollout: RolloutSection, replay: ReplaySection) -> Iterator[str]:
+    if rollout.failures == "filter":
+        yield (
+            "rollout.failures: filter favours short answers: those that run into a deadline are tried again; "
+            "mask leaves them out without another try"
+        )
+    if replay.enabled:
+        yield (
+            f"replay.enabled: true trains samples up to replay.max_replay_staleness {replay.max_replay_staleness} "
+            f"versions old, whatever rollout.alpha {rollout.alpha} says of fresh ones"
+        )
+
+
+def filters_change_the_lengths(algorithm: AlgorithmSection, filters: FiltersSection) -> Iterator[str]:
+    bounded = filters.mean_lower is not None or filters.mean_upper is not None
+    if bounded or filters_dynamically(algorithm, filters):
+        yield (
+            "filters: replacing groups favours short answers where long ones fail together: lengths trained are not "
+            "distributed as lengths generated"
         )
 
 
@@ -93,16 +127,54 @@ def checkpoints_come_before_the_end(checkpoint: CheckpointSection, run: RunSecti
     if checkpoint.every_steps == 0 or checkpoint.every_steps >= run.steps:
         yield (
             f"checkpoint.every_steps: {checkpoint.every_steps} writes only the last of run.steps {run.steps}: "
-            f"a run that dies repeats all its training"
+            f"a run that dies repeats all its training, and the journal on disk and the ledger in memory grow until "
+            f"the end, for only a checkpoint lets them forget"
+        )
+
+
+def the_proxy_is_no_store(rollout: RolloutSection, engine: EngineSection, placement: PlacementSection) -> Iterator[str]:
+    if rollout.concurrency * placement.env > WAITING_PER_SLOT * engine.slots * placement.engine:
+        yield (
+            f"rollout.concurrency: {rollout.concurrency} x placement.env {placement.env} is more than "
+            f"{WAITING_PER_SLOT} x engine.slots {engine.slots} x placement.engine {placement.engine}: once that many "
+            f"run, requests wait in the proxy for longer than they are answered, and hold memory; "
+            f"rollout.turn_deadline_s counts only from when an engine has them"
+        )
+
+
+def the_network_is_private(network: NetworkSection) -> Iterator[str]:
+    try:
+        public = ipaddress.ip_address(network.interface).is_global
+    except ValueError:
+        return
+    if public:
+        yield (
+            f"network.interface: {network.interface} is a public address, but torch RPC and collectives unpickle what "
+            f"they are sent and do not authenticate; choose an address of a private network (docs/security.md)"
+        )
+
+
+def the_interface_is_this_hosts(network: NetworkSection) -> Iterator[str]:
+    found = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
+    if network.interface not in [address.address for address in found]:
+        usable = ", ".join(address.address for address in found if address.family == socket.AF_INET)
+        yield (
+            f"network.interface: {network.interface} is no address of an interface of this host, where a run would not "
+            f"start with it; here are {usable}"
         )
 
 
 CAUTIONS: tuple[Rule, ...] = (
     short_answers_are_not_favoured,
+    what_is_trained_is_what_was_generated,
+    filters_change_the_lengths,
     few_problems_say_little,
     long_answers_exceed_the_micro_batch,
     engines_can_be_filled,
     reduced_precision_is_slow_without_a_gpu,
     one_process_restarts_nothing,
     checkpoints_come_before_the_end,
+    the_proxy_is_no_store,
+    the_network_is_private,
+    the_interface_is_this_hosts,
 )

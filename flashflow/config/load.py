@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from flashflow.config import rules
 from flashflow.config.document import Document, read_document, read_value, write_document
-from flashflow.config.mistakes import explain, unknown_key
+from flashflow.config.mistakes import explain, models_of, unknown_key
 from flashflow.config.sections import Config
 from flashflow.errors import ConfigError
 
@@ -83,21 +83,23 @@ def _lay(keys: list[str], value: Any, document: Document) -> None:
     document.lines[tuple(keys)] = COMMAND_LINE
 
 
-def _validate(values: dict[str, Any]) -> tuple[dict[str, BaseModel], list[str], list[str]]:
+def _validate(values: dict[str, Any]) -> tuple[dict[str, BaseModel | None], list[str], list[str]]:
     """Each section by itself, so that one mistake hides no other: (sections, mistakes, paths of broken fields).
 
-    A section with mistakes is there too, with defaults in place of its broken fields, if it has defaults for them.
+    A section with mistakes is there too, with defaults in place of its broken fields, if it has defaults for them. One
+    that may be left out is None then.
     """
-    sections: dict[str, BaseModel] = {}
+    sections: dict[str, BaseModel | None] = {}
     broken: list[str] = []
     mistakes = [unknown_key((str(name),), Config, values[name]) for name in values if name not in Config.model_fields]
     for name, field in Config.model_fields.items():
         if name not in values and field.is_required():
             mistakes.append(f"{name}: missing; this section has no default")
             continue
-        kind = field.annotation
-        assert isinstance(kind, type)
-        assert issubclass(kind, BaseModel)
+        if field.default is None and values.get(name) is None:
+            sections[name] = None
+            continue
+        (kind,) = models_of(field.annotation)
         try:
             sections[name] = _section(kind, values.get(name))
         except ValidationError as error:

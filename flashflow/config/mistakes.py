@@ -97,16 +97,17 @@ def _walk(path: tuple[str, ...], kind: type[BaseModel], location: Location) -> t
 def _members(owner: type[BaseModel], key: str) -> list[type[BaseModel]]:
     """Models that field `key` of `owner` may hold."""
     field = owner.model_fields.get(key)
-    return _models(field.annotation) if field else []
+    return models_of(field.annotation) if field else []
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
+def models_of(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a field of this annotation may hold."""
     if get_origin(annotation) is Annotated:
-        return _models(get_args(annotation)[0])
+        return models_of(get_args(annotation)[0])
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) is Union or type(annotation).__name__ == "UnionType":
-        return [model for member in get_args(annotation) for model in _models(member)]
+        return [model for member in get_args(annotation) for model in models_of(member)]
     return []
 
 

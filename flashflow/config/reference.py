@@ -69,7 +69,9 @@ def _algorithm_options() -> Iterator[str]:
 
 
 def _definition(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = definitions[field["$ref"].split("/")[-1]]
+    """Of a section, or of one that may be left out."""
+    reference = field["$ref"] if "$ref" in field else field["anyOf"][0]["$ref"]
+    found: Mapping[str, Any] = definitions[reference.split("/")[-1]]
     return found
 
 

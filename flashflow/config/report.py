@@ -37,6 +37,11 @@ def derived_numbers(config: Config) -> list[Derived]:
             f"<= {_micro_batches(config)}",
             f"of batch.micro_batch_tokens {batch.micro_batch_tokens:,} padded tokens",
         ),
+        Derived(
+            "optimizer steps per batch",
+            f"{batch.optimizer_steps * batch.epochs}",
+            f"batch.optimizer_steps {batch.optimizer_steps} x batch.epochs {batch.epochs}",
+        ),
         Derived("engine slots", f"{slots}", f"slots {config.engine.slots} x {config.placement.engine} engine(s)"),
         Derived("samples of the run", f"{samples * config.run.steps:,}", f"in run.steps {config.run.steps}"),
         Derived("learning rate", _schedule(config.optimizer, config.run.steps), "warm-up, then decay"),
@@ -58,9 +63,11 @@ def schema() -> dict[str, Any]:
 
 
 def _micro_batches(config: Config) -> int:
-    """When every sequence is as long as the context allows."""
-    per_pass = max(1, config.batch.micro_batch_tokens // config.engine.max_context_tokens)
-    return -(-config.samples_per_batch // per_pass)
+    """When every sequence is as long as the context allows; in all optimizer steps together."""
+    batch = config.batch
+    per_pass = max(1, batch.micro_batch_tokens // config.engine.max_context_tokens)
+    per_step = -(-(config.samples_per_batch // batch.optimizer_steps) // per_pass)
+    return per_step * batch.optimizer_steps * batch.epochs
 
 
 def _schedule(optimizer: OptimizerSection, steps: int) -> str:

@@ -6,30 +6,42 @@ a price is a caution (cautions.py).
 """
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from flashflow.algorithms import presets
+from flashflow.config.data_files import look_into
+from flashflow.config.mistakes import nearest
 from flashflow.config.references import find_module, problem_of
 from flashflow.config.sections import (
     AlgorithmSection,
+    BatchSection,
+    CriticSection,
     DataSection,
     EngineSection,
     EvalSection,
+    FiltersSection,
     HuggingFaceData,
     JsonlData,
     ModelSection,
     NetworkSection,
     OptimizerSection,
+    OverlongSection,
     ParquetData,
     PlacementSection,
     ReasoningGymData,
+    ReplaySection,
     RewardSection,
     RolloutSection,
     RunSection,
     SamplingSection,
+    filters_dynamically,
+    overlong_lengths,
+    penalises_overlong,
+    trained_staleness,
 )
 
 Rule = Callable[..., Iterator[str]]
@@ -41,12 +53,12 @@ HELD_OUT_SHARE = 5
 """One problem in so many of a reasoning-gym set is held out."""
 
 
-def mistakes(sections: Mapping[str, BaseModel]) -> list[str]:
+def mistakes(sections: Mapping[str, BaseModel | None]) -> list[str]:
     """What contradicts, among the sections that are right by themselves."""
     return apply_rules(RULES, sections)
 
 
-def apply_rules(rules: Sequence[Rule], sections: Mapping[str, BaseModel]) -> list[str]:
+def apply_rules(rules: Sequence[Rule], sections: Mapping[str, BaseModel | None]) -> list[str]:
     found: list[str] = []
     for rule in rules:
         needs = inspect.signature(rule).parameters
@@ -55,9 +67,12 @@ def apply_rules(rules: Sequence[Rule], sections: Mapping[str, BaseModel]) -> lis
     return found
 
 
-def the_algorithm_is_whole(algorithm: AlgorithmSection, rollout: RolloutSection) -> Iterator[str]:
+def the_algorithm_is_whole(
+    algorithm: AlgorithmSection, rollout: RolloutSection, replay: ReplaySection
+) -> Iterator[str]:
     overrides = algorithm.model_extra or {}
-    found = presets.mistakes(algorithm.preset, overrides, alpha=rollout.alpha, group_size=rollout.group_size)
+    alpha = trained_staleness(rollout, replay)
+    found = presets.mistakes(algorithm.preset, overrides, alpha=alpha, group_size=rollout.group_size)
     yield from (f"algorithm.{path}: {message}" for path, message in found)
 
 
@@ -66,6 +81,85 @@ def a_loss_of_ones_own_exists(algorithm: AlgorithmSection) -> Iterator[str]:
     problem = problem_of(function) if isinstance(function, str) else None
     if problem is not None:
         yield f"algorithm.loss: {function!r}: {problem}"
+
+
+def filters_can_keep_a_group(
+    algorithm: AlgorithmSection, filters: FiltersSection, rollout: RolloutSection
+) -> Iterator[str]:
+    lower, upper = filters.mean_lower, filters.mean_upper
+    if lower is not None and upper is not None and lower >= upper:
+        yield f"filters.mean_lower: {lower} must be below filters.mean_upper {upper}, or every group is replaced"
+    dynamic = filters_dynamically(algorithm, filters)
+    if dynamic and rollout.group_size < 2:
+        yield (
+            f"rollout.group_size: {rollout.group_size} gives no group a signal, so {_dynamic(algorithm, filters)} "
+            "replaces all of them; make groups of 2 or more, or set filters.dynamic to false"
+        )
+    usual = FiltersSection().max_filtered_fraction
+    if not dynamic and lower is None and upper is None and filters.max_filtered_fraction != usual:
+        yield (
+            f"filters.max_filtered_fraction: {filters.max_filtered_fraction} has no effect while filters.dynamic, "
+            "filters.mean_lower and filters.mean_upper filter nothing; turn one on, or remove it"
+        )
+
+
+def filtered_failures_have_a_limit(rollout: RolloutSection) -> Iterator[str]:
+    if rollout.failures == "filter" and rollout.max_failed_fraction == 1:
+        yield (
+            "rollout.max_failed_fraction: 1 with rollout.failures filter would replace failing groups for ever; "
+            "set it below 1"
+        )
+
+
+def the_overlong_penalty_acts(
+    algorithm: AlgorithmSection, overlong: OverlongSection, sampling: SamplingSection
+) -> Iterator[str]:
+    if not penalises_overlong(algorithm, overlong):
+        for name in ("budget", "cache"):
+            if getattr(overlong, name) is not None:
+                yield (
+                    f"overlong.{name}: {getattr(overlong, name)} has no effect with overlong.penalty false; "
+                    "remove one of them"
+                )
+        return
+    budget, cache = overlong_lengths(overlong, sampling)
+    path = "overlong.budget" if overlong.budget is not None else "sampling.max_new_tokens"
+    if cache > budget:
+        yield f"overlong.cache: {cache} is more than {path} {budget}; lower it"
+    elif budget - cache >= sampling.max_new_tokens:
+        yield (
+            f"overlong.budget: {budget} less overlong.cache {cache} is not below sampling.max_new_tokens "
+            f"{sampling.max_new_tokens}: no answer would be penalised; lower the budget"
+        )
+
+
+def replay_fits_the_rest(
+    algorithm: AlgorithmSection, filters: FiltersSection, replay: ReplaySection, rollout: RolloutSection
+) -> Iterator[str]:
+    if not replay.enabled:
+        usual = ReplaySection()
+        for name in ReplaySection.model_fields:
+            if getattr(replay, name) != getattr(usual, name):
+                yield (
+                    f"replay.{name}: {getattr(replay, name)} has no effect with replay.enabled false; "
+                    "set that to true, or remove it"
+                )
+        return
+    if filters_dynamically(algorithm, filters):
+        yield (
+            f"replay.enabled: true together with {_dynamic(algorithm, filters)}: both replace groups without signal; "
+            "set one of them to false"
+        )
+    if rollout.group_size < 2:
+        yield (
+            f"replay.enabled: true, but with rollout.group_size {rollout.group_size} no group has a signal to be kept "
+            "for; make groups of 2 or more, or set it to false"
+        )
+
+
+def _dynamic(algorithm: AlgorithmSection, filters: FiltersSection) -> str:
+    """The option that turned dynamic sampling on, for a person."""
+    return "filters.dynamic true" + ("" if filters.dynamic else f" (of algorithm.preset {algorithm.preset})")
 
 
 def answers_fit_the_context(sampling: SamplingSection, engine: EngineSection, evaluation: EvalSection) -> Iterator[str]:
@@ -81,19 +175,56 @@ def answers_fit_the_context(sampling: SamplingSection, engine: EngineSection, ev
             )
 
 
-def the_warmup_ends(optimizer: OptimizerSection, run: RunSection) -> Iterator[str]:
-    if optimizer.warmup_steps >= run.steps:
+def the_warmup_ends(optimizer: OptimizerSection, critic: CriticSection | None, run: RunSection) -> Iterator[str]:
+    for name, section in _optimizers(optimizer, critic):
+        if section.warmup_steps >= run.steps:
+            yield (
+                f"{name}.warmup_steps: {section.warmup_steps} does not end within run.steps {run.steps}; "
+                f"warm up for fewer steps"
+            )
+
+
+def a_decay_floor_needs_a_decay(optimizer: OptimizerSection, critic: CriticSection | None) -> Iterator[str]:
+    for name, section in _optimizers(optimizer, critic):
+        if section.decay == "constant" and section.min_lr_fraction > 0:
+            yield (
+                f"{name}.min_lr_fraction: {section.min_lr_fraction} has no effect with {name}.decay constant; "
+                f"choose linear or cosine, or drop it"
+            )
+
+
+def _optimizers(optimizer: OptimizerSection, critic: CriticSection | None) -> Iterator[tuple[str, OptimizerSection]]:
+    yield "optimizer", optimizer
+    if critic is not None:
+        yield "critic", critic
+
+
+def a_critic_has_a_use(critic: CriticSection | None, algorithm: AlgorithmSection) -> Iterator[str]:
+    estimator = presets.estimator_of(algorithm.preset, algorithm.model_extra or {})
+    if critic is not None and estimator is not None and estimator != "gae":
         yield (
-            f"optimizer.warmup_steps: {optimizer.warmup_steps} does not end within run.steps {run.steps}; "
-            f"warm up for fewer steps"
+            f"critic: {critic.kind} has no effect with algorithm.estimator {estimator} (preset {algorithm.preset}); "
+            f"remove the section, or set algorithm.estimator to gae"
         )
 
 
-def a_decay_floor_needs_a_decay(optimizer: OptimizerSection) -> Iterator[str]:
-    if optimizer.decay == "constant" and optimizer.min_lr_fraction > 0:
+def the_options_of_the_critic_fit_its_kind(critic: CriticSection | None) -> Iterator[str]:
+    if critic is None:
+        return
+    name = {"value_head": "path", "model": "loss_coefficient"}[critic.kind]
+    value = getattr(critic, name)
+    if value != CriticSection.model_fields[name].default:
+        other = "model" if critic.kind == "value_head" else "value_head"
+        yield f"critic.{name}: {value!r} has no effect with critic.kind {critic.kind}; drop it, or use {other}"
+    if critic.path is not None and critic.kind == "model":
+        yield from _problem_of_model("critic.path", critic.path)
+
+
+def groups_divide_into_optimizer_steps(batch: BatchSection) -> Iterator[str]:
+    if batch.groups % batch.optimizer_steps:
         yield (
-            f"optimizer.min_lr_fraction: {optimizer.min_lr_fraction} has no effect with optimizer.decay constant; "
-            f"choose linear or cosine, or drop it"
+            f"batch.optimizer_steps: {batch.optimizer_steps} does not divide batch.groups {batch.groups}; "
+            f"choose a divisor"
         )
 
 
@@ -155,12 +286,16 @@ def the_reward_exists(reward: RewardSection) -> Iterator[str]:
 
 
 def the_model_exists(model: ModelSection) -> Iterator[str]:
-    path = model.path
-    if path.startswith("builtin:"):
-        if path not in BUILTIN_MODELS:
-            yield f"model.path: {path!r} is no builtin model; valid: {', '.join(BUILTIN_MODELS)}"
-    elif (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
-        yield f"model.path: {path!r} is no folder in {Path.cwd()} and no hub name; name a model folder"
+    if model.path.startswith("builtin:"):
+        if model.path not in BUILTIN_MODELS:
+            yield f"model.path: {model.path!r} is no builtin model; valid: {', '.join(BUILTIN_MODELS)}"
+    else:
+        yield from _problem_of_model("model.path", model.path)
+
+
+def _problem_of_model(field: str, path: str) -> Iterator[str]:
+    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
+        yield f"{field}: {path!r} is no folder in {Path.cwd()} and no hub name; name a model folder"
 
 
 def peers_get_their_time(network: NetworkSection) -> Iterator[str]:
@@ -192,12 +327,64 @@ def one_process_has_one_trainer(run: RunSection, placement: PlacementSection) ->
         )
 
 
+def the_data_files_have_what_is_asked(data: DataSection, evaluation: EvalSection) -> Iterator[str]:
+    source, column = data.source, data.prompt_column
+    if not isinstance(source, JsonlData | ParquetData) or (source.kind == "parquet" and find_module("pyarrow") is None):
+        return
+    asked = {"path": 1, "eval_path": evaluation.problems if evaluation.every_steps else 0}
+    for name, num_rows in asked.items():
+        path: Path | None = getattr(source, name)
+        if path is None or not path.is_file():
+            continue
+        try:
+            found = look_into(path, source.kind, max(1, num_rows))
+        except (OSError, ValueError) as error:
+            yield f"data.source.{name}: {str(path)!r} cannot be read: {error}; name a {source.kind} file"
+            continue
+        if found.num_rows and column not in found.columns:
+            remedy = nearest(column, found.columns) if found.columns else "its first row is empty"
+            yield f"data.prompt_column: {column!r} is no column of data.source.{name} {str(path)!r}; {remedy}"
+        if found.num_rows < num_rows and name == "path":
+            yield f"data.source.path: {str(path)!r} has no rows to train on; name another file"
+        elif found.num_rows < num_rows:
+            yield (
+                f"evaluation.problems: {num_rows} is more than the {found.num_rows} rows of data.source.eval_path "
+                f"{str(path)!r}; ask fewer problems, or hold out more"
+            )
+
+
+def the_context_fits_the_model(model: ModelSection, engine: EngineSection) -> Iterator[str]:
+    limit = _max_positions(Path(model.path) / "config.json")
+    if limit is not None and engine.max_context_tokens > limit:
+        yield (
+            f"engine.max_context_tokens: {engine.max_context_tokens} is more than max_position_embeddings {limit} of "
+            f"model.path {model.path!r}; lower it to {limit} or less"
+        )
+
+
+def _max_positions(description: Path) -> int | None:
+    """Of the text part, where a model has several; None when a file of this form does not say."""
+    try:
+        values = json.loads(description.read_bytes())
+        limit = values.get("text_config", values)["max_position_embeddings"]
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return None
+    return limit if isinstance(limit, int) else None
+
+
 RULES: tuple[Rule, ...] = (
     the_algorithm_is_whole,
     a_loss_of_ones_own_exists,
+    filters_can_keep_a_group,
+    filtered_failures_have_a_limit,
+    the_overlong_penalty_acts,
+    replay_fits_the_rest,
     answers_fit_the_context,
     the_warmup_ends,
     a_decay_floor_needs_a_decay,
+    a_critic_has_a_use,
+    the_options_of_the_critic_fit_its_kind,
+    groups_divide_into_optimizer_steps,
     the_data_is_there,
     the_data_package_is_installed,
     evaluation_has_problems,
@@ -206,4 +393,6 @@ RULES: tuple[Rule, ...] = (
     peers_get_their_time,
     a_turn_ends_before_its_trajectory,
     one_process_has_one_trainer,
+    the_data_files_have_what_is_asked,
+    the_context_fits_the_model,
 )

@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from flashflow.algorithms.presets import DYNAMIC_SAMPLING, OVERLONG_PENALTY
+from flashflow.algorithms.settings import FilterConfig, ReplayConfig, ShapingConfig
+
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
+CACHE_SHARE = 5
+"""The overlong cache is one part in so many of the budget unless it is given."""
 
 
 class Section(BaseModel):
@@ -144,8 +151,12 @@ class RolloutSection(Section):
     """One attempt, every turn and its scoring included."""
     turn_deadline_s: PositiveFloat = 300.0
     """One answer of the model, or one step of the environment."""
+    failures: Literal["mask", "filter"] = "mask"
+    """A sample without reward. `mask`: it stays in its group, untrained and out of the baseline. `filter`: it is tried
+    again as a broken environment is, and a group that lost a member for good is replaced whole."""
     max_failed_fraction: float = Field(0.5, ge=0, le=1)
-    """Share of failed samples in a batch past which the run stops."""
+    """Share past which the run stops: under `mask` of failed samples in a batch; under `filter` of groups replaced
+    since the last batch, of these and the complete ones that wait, which count as a batch and as 16 at least."""
 
 
 class BatchSection(Section):
@@ -155,10 +166,14 @@ class BatchSection(Section):
     """Groups per batch; samples = groups x rollout.group_size."""
     micro_batch_tokens: PositiveInt = 16_384
     """Padded tokens one forward pass may hold (a longer single sequence goes alone)."""
+    optimizer_steps: PositiveInt = 1
+    """Optimizer steps the batch is split into, group by group; the version rises by 1 per batch all the same."""
+    epochs: PositiveInt = 1
+    """Passes over the batch, each of `optimizer_steps`."""
 
 
 class OptimizerSection(Section):
-    """AdamW."""
+    """AdamW. Its schedule counts batches, whatever `batch.optimizer_steps` and `batch.epochs`."""
 
     lr: NonNegativeFloat = 1e-6
     """Learning rate after the warm-up; 0 leaves the weights as they are."""
@@ -171,9 +186,9 @@ class OptimizerSection(Section):
     clip_norm: PositiveFloat = 1.0
     """Greatest norm of the whole gradient."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of a linear rise of the learning rate."""
+    """Batches of a linear rise of the learning rate."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up, down to `min_lr_fraction` at the last step."""
+    """After warm-up, down to `min_lr_fraction` at the last batch."""
     min_lr_fraction: float = Field(0.0, ge=0, le=1)
     """Of `lr`, reached at the end of the decay."""
     max_skipped_steps: NonNegativeInt = 3
@@ -187,6 +202,56 @@ class AlgorithmSection(BaseModel):
 
     preset: str = "grpo"
     """A name of algorithms.presets.PRESETS."""
+
+
+class CriticSection(OptimizerSection):
+    """The critic of `algorithm.estimator: gae`, with an AdamW of its own; left out, it has these defaults."""
+
+    kind: Literal["value_head", "model"] = "value_head"
+    """`value_head`: a linear head on the policy's backbone. `model`: a backbone of its own as well."""
+    path: str | None = None
+    """model: folder or hub name of the model it starts from; null: the policy's."""
+    loss_coefficient: PositiveFloat = 0.1
+    """value_head: of the value loss, whose gradient reaches the policy's backbone (PPO's c1)."""
+    lr: NonNegativeFloat = 1e-5
+    """Learning rate after the warm-up."""
+
+
+class FiltersSection(Section):
+    """Groups that are not trained but replaced by another, by the raw rewards of their members."""
+
+    dynamic: bool | None = None
+    """Dynamic sampling: a group whose rewards differ by no more than 1e-6 is replaced. null: as the preset, on in dapo
+    only."""
+    mean_lower: float | None = None
+    """A group is replaced unless its mean reward is above. null: no bound."""
+    mean_upper: float | None = None
+    """A group is replaced unless its mean reward is below. null: no bound."""
+    max_filtered_fraction: float = Field(0.9, ge=0, lt=1)
+    """Share past which the run stops: groups replaced since the last batch, of these and the complete ones that wait,
+    which count as a batch and as 16 at least. 0.9: at most nine batches' worth of groups for one batch."""
+
+
+class OverlongSection(Section):
+    """What becomes of long answers; lengths in sampled tokens of all turns. Filters, replay and the reward in the
+    metrics look at the reward without the penalty."""
+
+    penalty: bool | None = None
+    """Add a penalty from 0, at budget - cache tokens, to -1, at budget, to the reward that the advantage is made of.
+    null: on where budget or cache is given, and in the preset dapo unless `mask_truncated` takes its place."""
+    budget: PositiveInt | None = None
+    """null: sampling.max_new_tokens."""
+    cache: PositiveInt | None = None
+    """Tokens below the budget over which the penalty grows. null: a fifth of the budget, as in DAPO's 4096 of 20480."""
+    mask_truncated: bool = False
+    """Answers that their budget cut off are not trained; their reward stays in the group's baseline."""
+
+
+class ReplaySection(ReplayConfig):
+    """Replay of good groups in the place of groups without signal; not together with dynamic sampling."""
+
+    enabled: bool = False
+    """Keep good groups, and train one of them, with the versions that sampled it, for each without signal."""
 
 
 class TorchEngineSection(Section):
@@ -299,7 +364,11 @@ class Config(Section):
     rollout: RolloutSection = RolloutSection()
     batch: BatchSection = BatchSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    filters: FiltersSection = FiltersSection()
+    overlong: OverlongSection = OverlongSection()
+    replay: ReplaySection = ReplaySection()
     optimizer: OptimizerSection = OptimizerSection()
+    critic: CriticSection | None = None
     engine: EngineSection = TorchEngineSection()
     weights: WeightsSection = WeightsSection()
     evaluation: EvalSection = EvalSection()
@@ -324,3 +393,49 @@ class Config(Section):
     def max_groups_in_flight(self) -> int:
         """floor((1 + alpha) x groups): waiting, running and training together."""
         return math.floor((1 + self.rollout.alpha) * self.batch.groups)
+
+    @property
+    def filtering(self) -> FilterConfig:
+        """The filters with the preset's choice filled in."""
+        fields = self.filters.model_dump() | {"dynamic": filters_dynamically(self.algorithm, self.filters)}
+        return FilterConfig(**fields)
+
+    @property
+    def shaping(self) -> ShapingConfig:
+        """What becomes of long answers, with the preset's choice and the default lengths filled in."""
+        mask_truncated = self.overlong.mask_truncated
+        if not penalises_overlong(self.algorithm, self.overlong):
+            return ShapingConfig(mask_truncated=mask_truncated)
+        budget, cache = overlong_lengths(self.overlong, self.sampling)
+        return ShapingConfig(budget=budget, cache=cache, mask_truncated=mask_truncated)
+
+    @property
+    def replaying(self) -> ReplayConfig | None:
+        """None: no replay buffer."""
+        return ReplayConfig(**self.replay.model_dump(exclude={"enabled"})) if self.replay.enabled else None
+
+    @property
+    def trained_staleness(self) -> float:
+        """Versions a trained sample, fresh or replayed, may be old: what the algorithm must be able to correct."""
+        return trained_staleness(self.rollout, self.replay)
+
+
+def filters_dynamically(algorithm: AlgorithmSection, filters: FiltersSection) -> bool:
+    return filters.dynamic if filters.dynamic is not None else algorithm.preset in DYNAMIC_SAMPLING
+
+
+def penalises_overlong(algorithm: AlgorithmSection, overlong: OverlongSection) -> bool:
+    if overlong.penalty is not None:
+        return overlong.penalty
+    given = overlong.budget is not None or overlong.cache is not None
+    return given or (algorithm.preset in OVERLONG_PENALTY and not overlong.mask_truncated)
+
+
+def overlong_lengths(overlong: OverlongSection, sampling: SamplingSection) -> tuple[int, int]:
+    """(budget, cache) with the defaults filled in."""
+    budget = overlong.budget if overlong.budget is not None else sampling.max_new_tokens
+    return budget, overlong.cache if overlong.cache is not None else max(1, budget // CACHE_SHARE)
+
+
+def trained_staleness(rollout: RolloutSection, replay: ReplaySection) -> float:
+    return max(rollout.alpha, replay.max_replay_staleness) if replay.enabled else rollout.alpha

@@ -43,6 +43,9 @@ def buffer(config: Config, clock: Clock) -> "Buffer":
         tasks=make_stream(config.data, config.run.seed),
         folder=config.run_folder / "journal",
         clock=clock,
+        filters=config.filtering,
+        replay=config.replaying,
+        reward_name=config.reward.function,
     )
 
 
@@ -81,6 +84,7 @@ def env(config: Config, index: int, transport: Transport, clock: Clock) -> "EnvR
         sampling=config.sampling,
         evaluation=config.evaluation,
         network=config.network,
+        max_context_tokens=config.engine.max_context_tokens,
         buffer=transport.client("buffer-0"),
         proxy=transport.client("proxy-0"),
         rewards=[transport.client(name) for name in names("reward", config.placement.reward)],

@@ -74,7 +74,7 @@ async def ring(
     events = RunEvents(
         config.run_folder,
         on_step=display.update,
-        on_evaluation=lambda version, accuracy, _: display.evaluation(version, accuracy),
+        on_evaluation=lambda reply: display.evaluation(reply.version, reply.accuracy),
         on_note=display.note,
     )
     closers.append(_closing(events.close))

@@ -189,7 +189,9 @@ class RoleProcess:
         events = RunEvents(
             self.config.run_folder,
             on_step=lambda record: self.link.send(StepDone(record=record)),
-            on_evaluation=lambda v, a, s: self.link.send(EvaluationDone(version=v, accuracy=a, seconds=s)),
+            on_evaluation=lambda reply: self.link.send(
+                EvaluationDone(version=reply.version, accuracy=reply.accuracy, seconds=reply.seconds)
+            ),
             on_note=lambda text: self.link.send(Note(text=text)),
         )
         link = rpc.RpcTrainerLink(

@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flashflow.config import Config, dump_config
+from flashflow.config.rules import the_context_fits_the_model
 from flashflow.errors import ConfigError
+from flashflow.launch.events import evaluations_path
 from flashflow.launch.plan import plan
+from flashflow.launch.resume import refuse_changes
 from flashflow.observe.metrics import read_metrics
 from flashflow.observe.progress import ProgressDisplay
 from flashflow.transport.weights.segment import remove_segments
@@ -36,20 +39,33 @@ def train(config: Config, *, resume: bool, overwrite: bool = False) -> int:
 
 
 def prepare(config: Config, display: ProgressDisplay, *, resume: bool, overwrite: bool) -> Config:
-    """The run folder with the resolved config; a builtin model is made first. Raises ConfigError."""
+    """The run folder with the resolved config; a builtin model is made first.
+
+    Raises ConfigError, the run folder being as it was.
+    """
     folder = config.run_folder
-    started = (folder / "config.yaml").exists()
+    stored = folder / "config.yaml"
+    started = stored.exists()
     if resume and not started:
         raise ConfigError([f"run.name: nothing to resume in {folder}; remedy: start without --resume"])
-    if started and not resume:
-        if not overwrite:
-            raise ConfigError(
-                [f"run.name: {folder} holds a run already; remedy: --resume, --overwrite, or another run.name=..."]
-            )
-        _clear(folder)
+    if started and not resume and not overwrite:
+        raise ConfigError(
+            [f"run.name: {folder} holds a run already; remedy: --resume, --overwrite, or another run.name=..."]
+        )
+    if resume:
+        refuse_changes(config, stored)
     config = resolve_model(config, display)
+    mistakes = list(the_context_fits_the_model(config.model, config.engine))  # of a builtin model, only known now
+    if mistakes:
+        raise ConfigError(mistakes)
+    if resume:
+        refuse_changes(config, stored)  # again, for the builtin model is a folder now
+    elif started:
+        _clear(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_config(config))
+    torn = folder / "config.yaml.partial"  # whole or not at all: a resume compares with it
+    torn.write_text(dump_config(config), encoding="utf-8")
+    torn.replace(stored)
     return config
 
 
@@ -112,9 +128,7 @@ def steps_done(config: Config) -> int:
 def summary(config: Config, code: int) -> dict[str, object]:
     """What a person wants to know at the end, read back from metrics.jsonl."""
     lines = read_metrics(config.run_folder / "metrics.jsonl")
-    accuracies = [
-        (evaluation["version"], evaluation["accuracy"]) for line in lines for evaluation in line.get("evaluations", [])
-    ]
+    accuracies = [record["accuracy"] for record in read_metrics(evaluations_path(config.run_folder))]
     result: dict[str, object] = {
         "exit_code": code,
         "steps": lines[-1]["step"] if lines else 0,
@@ -124,7 +138,7 @@ def summary(config: Config, code: int) -> dict[str, object]:
         result["reward_mean"] = lines[-1]["reward_mean"]
         result["staleness_max"] = max(line["staleness_max"] for line in lines)
     if accuracies:
-        result["accuracy_first"], result["accuracy_last"] = accuracies[0][1], accuracies[-1][1]
+        result["accuracy_first"], result["accuracy_last"] = accuracies[0], accuracies[-1]
     return result
 
 
@@ -132,5 +146,5 @@ def _clear(folder: Path) -> None:
     """Remove only what a run makes; whatever else lies there is the user's."""
     for name in ("journal", "checkpoints", "logs", "gang", "tensorboard", "evaluations"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("metrics.jsonl", "config.yaml", "trace.json", "report.html"):
+    for name in ("metrics.jsonl", "evaluations.jsonl", "config.yaml", "trace.json", "report.html"):
         (folder / name).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """The ledger's state, and apply(event), the only thing that changes it: replaying the journal gives it back.
 
     admitted -> leased -> committed -> consumed        leased -> admitted  (lease expired, attempt retried)
-        any waiting state -> failed | expired          (filtered, surplus: for filters and redundancy)
+        any waiting state -> failed | expired | filtered          (surplus: for redundancy)
 
 Never: knows a clock, a socket, a file or who holds a lease.
 """
@@ -12,6 +12,7 @@ from typing import Literal, assert_never
 
 import msgspec
 
+from flashflow.algorithms.settings import NO_FILTERS, FilterConfig, ReplayConfig
 from flashflow.errors import ContractError
 from flashflow.ledger import events as e
 from flashflow.ledger.group import WAITING, Group, Member, State
@@ -29,6 +30,9 @@ class Rules(msgspec.Struct, frozen=True):
     alpha: float
     on_stale: Literal["wait", "drop"] = "wait"
     max_attempts: int = 3
+    failures: Literal["mask", "filter"] = "mask"
+    filters: FilterConfig = NO_FILTERS
+    replay: ReplayConfig | None = None
 
 
 class Returned(msgspec.Struct, frozen=True):
@@ -57,6 +61,12 @@ class Book:
         """Admitted (group, member), oldest first: what is given out again stands at the head by its age."""
         self.voided: list[int] = []
         """Ids, ascending, of groups that do not count for admission."""
+        self.stored: dict[int, int] = {}
+        """Groups that may be replayed, oldest first, and how often each was trained."""
+        self.num_filtered = 0
+        """Groups filtered since the last batch."""
+        self.lost: Counter[State] = Counter()
+        """Groups that a filter or a failure ended since the last batch or opening: what the budgets look at."""
         self.manifests: dict[int, Manifest] = {}
         """Those no checkpoint covers."""
         self.last_manifest = 0
@@ -129,13 +139,16 @@ class Book:
                 self._fail(event)
             case e.GroupFailed():
                 self._void(event.group, State.FAILED)
+                self.lost[State.FAILED] += 1
+            case e.GroupFiltered():
+                self._filter(event)
             case e.GroupExpired():
                 self._expire(event)
             case e.Superseded():
                 self.num_superseded += 1
                 self.tokens_wasted += event.num_sampled
             case e.Taken():
-                self._take(event.manifest)
+                self._take(event.manifest, event.stored)
             case e.Covered():
                 self._cover(event.step)
             case _:
@@ -145,6 +158,7 @@ class Book:
         if opening <= self.opening:
             raise ContractError(f"opening {opening} after {self.opening}: the journal's files are out of order")
         self.opening = opening
+        self.lost.clear()
         for group in self.outstanding.values():
             for index, member in enumerate(group.members):
                 if member.state is State.LEASED:
@@ -180,6 +194,7 @@ class Book:
 
     def _fail(self, event: e.Failed) -> None:
         self._member(event.group, event.member, State.LEASED).state = State.FAILED
+        self.tokens_wasted += event.num_sampled
         self.last_failure = event.reason
         self._note_complete(event.group)
 
@@ -198,7 +213,15 @@ class Book:
         self._requeue(member, event.group, event.member)
         member.retry += 1
         self.num_retries += 1
+        self.tokens_wasted += event.num_sampled
         self.last_failure = event.reason
+
+    def _filter(self, event: e.GroupFiltered) -> None:
+        if event.group not in self.complete:
+            raise ContractError(f"group {event.group} is filtered, but it is not complete")
+        self._void(event.group, State.FILTERED)
+        self.num_filtered += 1
+        self.lost[State.FILTERED] += 1
 
     def _expire(self, event: e.GroupExpired) -> None:
         group = self._void(event.group, State.EXPIRED)
@@ -220,19 +243,35 @@ class Book:
         del self.outstanding[group_id]
         return group
 
-    def _take(self, manifest: Manifest) -> None:
-        groups = [self._outstanding(group) for group in dict.fromkeys(row.sample.group for row in manifest.rows)]
-        if manifest.step != self.last_manifest + 1 or not all(group.id in self.complete for group in groups):
+    def _take(self, manifest: Manifest, stored: list[int]) -> None:
+        uses = {row.sample.group: row.use for row in manifest.rows}
+        fresh = [self._outstanding(group) for group, use in uses.items() if use == 1]
+        replaced = [self._outstanding(group) for group in manifest.replaced]
+        if manifest.step != self.last_manifest + 1 or not all(g.id in self.complete for g in fresh + replaced):
             raise ContractError(f"manifest {manifest.step} after {self.last_manifest}, or of an incomplete group")
-        for group in groups:
-            group.taken_by = manifest.step
-            for member in group.members:
-                if member.state is State.COMMITTED:
-                    member.state = State.CONSUMED
-            self.complete.discard(group.id)
-            del self.outstanding[group.id]
+        kept = {group: uses.get(group, self.stored.get(group, 0)) for group in stored}
+        replayed = {group: use for group, use in uses.items() if use > 1}
+        if not all(kept.values()) or any(self.stored.get(group) != use - 1 for group, use in replayed.items()):
+            raise ContractError(f"manifest {manifest.step} replays or stores groups that are not there")
+        for group in fresh:
+            self._end_of_outstanding(group, manifest.step, State.CONSUMED)
+        for group in replaced:
+            self.tokens_wasted += sum(m.result.num_sampled for m in group.members if m.result is not None)
+            self._end_of_outstanding(group, manifest.step, State.FILTERED)
+        self.stored = kept
+        self.num_filtered = 0
+        self.lost.clear()
         self.manifests[manifest.step] = manifest
         self.last_manifest = manifest.step
+
+    def _end_of_outstanding(self, group: Group, step: int, state: State) -> None:
+        """A batch took its place, which is not returned."""
+        group.taken_by = step
+        for member in group.members:
+            if member.state is State.COMMITTED:
+                member.state = state
+        self.complete.discard(group.id)
+        del self.outstanding[group.id]
 
     def _cover(self, step: int) -> None:
         if not self.covered <= step <= self.last_manifest:
@@ -242,8 +281,10 @@ class Book:
         self.covered = step
         for done in [number for number in self.manifests if number <= step]:
             del self.manifests[done]
+        needed = {row.sample.group for manifest in self.manifests.values() for row in manifest.rows}
+        needed.update(self.outstanding, self.stored)
         for group in list(self.groups.values()):
-            if group.id not in self.outstanding and (group.taken_by is None or group.taken_by <= step):
+            if group.id not in needed and (group.taken_by is None or group.taken_by <= step):
                 self.retired.update(member.state for member in group.members)
                 del self.groups[group.id]
 

@@ -93,23 +93,33 @@ class PayloadLost(Event, frozen=True):
 
 
 class Retried(Event, frozen=True):
-    """The environment broke; the attempt is given out again with the next retry."""
+    """The attempt failed; it is given out again with the next retry."""
 
     group: int
     member: int
     reason: str
+    num_sampled: int = 0
+    """Tokens that it had sampled."""
 
 
 class Failed(Event, frozen=True):
-    """The environment broke too often; the member stays in its group without a reward."""
+    """The attempt failed too often; the member stays in its group without a reward."""
 
     group: int
     member: int
     reason: str
+    num_sampled: int = 0
+    """Tokens that its last attempt had sampled."""
 
 
 class GroupFailed(Event, frozen=True):
-    """No member has a usable reward: nothing to train on, the capacity is returned."""
+    """No member has a usable reward, or under `failures: filter` one has none: the capacity is returned."""
+
+    group: int
+
+
+class GroupFiltered(Event, frozen=True):
+    """A filter drops the complete group; the capacity is returned, so that another is admitted."""
 
     group: int
 
@@ -131,9 +141,11 @@ class Superseded(Event, frozen=True):
 
 
 class Taken(Event, frozen=True):
-    """Batch `manifest.step` is made; its committed samples are consumed."""
+    """Batch `manifest.step` is made; its committed samples are consumed, those of `manifest.replaced` filtered."""
 
     manifest: Manifest
+    stored: list[int] = []
+    """Groups that later batches may replay, oldest first."""
 
 
 class Covered(Event, frozen=True):
@@ -144,5 +156,5 @@ class Covered(Event, frozen=True):
 
 AnyEvent = (
     Opened | Served | Admitted | Leased | LeaseExpired | Committed | PayloadLost | Retried | Failed
-    | GroupFailed | GroupExpired | Superseded | Taken | Covered
+    | GroupFailed | GroupFiltered | GroupExpired | Superseded | Taken | Covered
 )  # fmt: skip

@@ -43,7 +43,7 @@ class Member(msgspec.Struct):
     @property
     def has_reward(self) -> bool:
         reward = self.result.reward if self.result is not None else None
-        return reward is not None and not math.isnan(reward)
+        return reward is not None and math.isfinite(reward)
 
     def oldest_version(self, served: int) -> int | None:
         """Initiating version, or a lower bound of it; `served` is today's lowest version. None: leaves no token."""
@@ -74,6 +74,22 @@ class Group(msgspec.Struct):
         """Complete without one usable reward."""
         return self.complete and not any(member.has_reward for member in self.members)
 
+    @property
+    def spoilt(self) -> bool:
+        """A member has ended without a usable reward."""
+        ended = (State.COMMITTED, State.FAILED)
+        return any(member.state in ended and not member.has_reward for member in self.members)
+
+    @property
+    def rewards(self) -> tuple[float | None, ...]:
+        """Raw task rewards; None where there is no usable one."""
+        return tuple(m.result.reward if m.result is not None and m.has_reward else None for m in self.members)
+
+    @property
+    def oldest_token(self) -> int | None:
+        """Version of the oldest token of any member; None when there is none."""
+        return min((m.result.initiating_version for m in self.members if m.result is not None), default=None)
+
     def sample(self, member: int) -> SampleId:
         return SampleId(self.id, member, self.members[member].retry)
 
@@ -88,10 +104,10 @@ class Group(msgspec.Struct):
         versions = [member.oldest_version(0) for member in self.members if member.state in states]
         return any(v is not None and last_batch(v, alpha) < step for v in versions)
 
-    def rows(self, step: int) -> list[ManifestRow]:
-        return [self._row(index, member, step) for index, member in enumerate(self.members)]
+    def rows(self, step: int, use: int = 1) -> list[ManifestRow]:
+        return [self._row(index, member, step, use) for index, member in enumerate(self.members)]
 
-    def _row(self, index: int, member: Member, step: int) -> ManifestRow:
+    def _row(self, index: int, member: Member, step: int, use: int) -> ManifestRow:
         result = member.result
         if result is None:
             return ManifestRow(
@@ -101,6 +117,7 @@ class Group(msgspec.Struct):
                 initiating_version=step - 1,
                 reward=None,
                 outcome="failed",
+                use=use,
             )
         return ManifestRow(
             sample=self.sample(index),
@@ -109,4 +126,5 @@ class Group(msgspec.Struct):
             initiating_version=result.initiating_version,
             reward=result.reward,
             outcome=result.outcome,
+            use=use,
         )

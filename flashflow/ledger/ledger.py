@@ -4,6 +4,8 @@ from bisect import bisect_left
 from typing import Literal
 
 from flashflow import admission, staleness
+from flashflow.algorithms.filters import check_failed_fraction, check_filtered_fraction, keeps
+from flashflow.algorithms.replay import ReplayBuffer, ReplayGroup, fill
 from flashflow.errors import ContractError
 from flashflow.ledger import events as e
 from flashflow.ledger.book import Book
@@ -52,12 +54,39 @@ class Ledger(Book):
         current = member.state is State.LEASED and (member.epoch, member.retry) == (epoch, sample.retry)
         return "accepted" if current else "superseded"
 
-    def fail(self, sample: SampleId, reason: str) -> e.Retried | e.Failed:
-        """The current lease's environment broke."""
+    def fail(self, sample: SampleId, reason: str, num_sampled: int = 0) -> e.Retried | e.Failed:
+        """The current lease's attempt failed, having sampled so many tokens."""
         member = self._member(sample.group, sample.member, State.LEASED)
         if member.retry - self.groups[sample.group].retry + 1 < self.rules.max_attempts:
-            return e.Retried(sample.group, sample.member, reason)
-        return e.Failed(sample.group, sample.member, reason)
+            return e.Retried(sample.group, sample.member, reason, num_sampled)
+        return e.Failed(sample.group, sample.member, reason, num_sampled)
+
+    def settle(self, group: int) -> e.GroupFailed | e.GroupFiltered | None:
+        """What becomes of a group whose member ended, if it is not to be trained; for every group, once complete."""
+        found = self.outstanding[group]
+        if found.hopeless or (self.rules.failures == "filter" and found.spoilt):
+            return e.GroupFailed(group)
+        if found.complete and not keeps(self.rules.filters, found.rewards):
+            return e.GroupFiltered(group)
+        return None
+
+    def check_losses(self, reward_name: str, max_failed_fraction: float) -> None:
+        """Raises BudgetError when, since the last batch, filters or `failures: filter` cost too many groups."""
+        num_kept, batch_groups = len(self.complete), self.rules.batch_groups
+        check_filtered_fraction(
+            num_filtered=self.lost[State.FILTERED],
+            num_kept=num_kept,
+            batch_groups=batch_groups,
+            max_fraction=self.rules.filters.max_filtered_fraction,
+            reward_name=reward_name,
+        )
+        if self.rules.failures == "filter":
+            check_failed_fraction(
+                num_failed=self.lost[State.FAILED],
+                num_kept=num_kept,
+                batch_groups=batch_groups,
+                max_fraction=max_failed_fraction,
+            )
 
     def overdue(self, step: int) -> list[e.GroupExpired]:
         """Groups no batch from `step` on may take; under `wait` none while versions and batches advance together."""
@@ -82,14 +111,43 @@ class Ledger(Book):
         )
 
     def take(self, step: int, groups: list[int], rng_key: int) -> e.Taken:
-        """Raises ContractError when `step` is out of turn or a sample is too old."""
+        """Raises ContractError when `step` is out of turn or a sample is too old.
+
+        With a replay buffer, groups without signal give their place to stored ones, drawn by `rng_key`.
+        """
         if step != self.last_manifest + 1:
             raise ContractError(f"batch {step} asked for, but the last one handed out is {self.last_manifest}")
-        rows = [row for group in sorted(groups) for row in self.outstanding[group].rows(step)]
+        fresh, drawn, stored = self._replay(step, sorted(groups), rng_key)
+        rows = [row for group in fresh for row in self.outstanding[group].rows(step)]
         for row in rows:
             if staleness.last_batch(row.initiating_version, self.rules.alpha) < step:
                 raise ContractError(
                     f"sample {row.sample} of version {row.initiating_version} is too old for batch {step} "
                     f"at rollout.alpha {self.rules.alpha}"
                 )
-        return e.Taken(Manifest(step=step, rows=rows, group_size=self.rules.group_size, rng_key=rng_key))
+        rows += [row for group, use in drawn.items() for row in self.groups[group].rows(step, use)]
+        manifest = Manifest(
+            step=step,
+            rows=rows,
+            group_size=self.rules.group_size,
+            rng_key=rng_key,
+            replaced=sorted(set(groups).difference(fresh)),
+            num_filtered=self.num_filtered,
+        )
+        return e.Taken(manifest, stored)
+
+    def _replay(self, step: int, groups: list[int], rng_key: int) -> tuple[list[int], dict[int, int], list[int]]:
+        """(groups trained fresh, groups replayed and their uses, groups stored afterwards)."""
+        if self.rules.replay is None:
+            return groups, {}, []
+        stored = tuple(self._replay_group(group, step, uses) for group, uses in self.stored.items())
+        batch = [self._replay_group(group, step, 1) for group in groups]
+        after, filled = fill(ReplayBuffer(self.rules.replay, stored), batch, version=step - 1, key=rng_key)
+        fresh = [group.group for group in filled if group.uses == 1]
+        drawn = {group.group: group.uses for group in filled if group.uses > 1}
+        return fresh, drawn, [group.group for group in after.groups]
+
+    def _replay_group(self, group: int, step: int, uses: int) -> ReplayGroup[None]:
+        found = self.groups[group]
+        oldest = found.oldest_token
+        return ReplayGroup(group, oldest if oldest is not None else step - 1, found.rewards, None, uses)

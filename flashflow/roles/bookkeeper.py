@@ -1,12 +1,13 @@
 """Writes what happens: every event goes to the ledger and to the journal, or the buffer stops."""
 
 import hashlib
+import math
 from typing import assert_never
 
 import numpy as np
 
 from flashflow.data.base import TaskStream
-from flashflow.errors import ContractError
+from flashflow.errors import BudgetError, ContractError
 from flashflow.journal import Journal
 from flashflow.ledger import Ledger
 from flashflow.ledger import events as e
@@ -19,18 +20,27 @@ from flashflow.roles.signal import Signal
 class Bookkeeper:
     """Ledger and journal as one. Its methods have no await: nobody sees one of them ahead of the other."""
 
-    def __init__(self, ledger: Ledger, journal: Journal, tasks: TaskStream) -> None:
+    def __init__(
+        self, ledger: Ledger, journal: Journal, tasks: TaskStream, *, reward_name: str, max_failed_fraction: float
+    ) -> None:
+        """Settles what the process before left unsettled."""
         self.ledger = ledger
         self.journal = journal
         self.lease_news = Signal()
+        self.engines_serve = False
+        """Whether the gang has said so to this process: a journal's word may be of engines that are gone."""
         """There may be something to lease."""
         self.batch_news = Signal()
         """There may be a batch, or a reason to stop."""
         self.fatal = ""
         """Why the run must stop (a BudgetError); empty while all is well."""
         self._tasks = tasks
+        self._reward_name = reward_name
+        self._max_failed_fraction = max_failed_fraction
         self._upcoming: tuple[int, Task | None] = (-1, None)
         self._broken = False
+        for group in list(ledger.outstanding):
+            self._settle(group)
 
     def record(self, event: e.AnyEvent) -> None:
         """Raises ContractError, having changed nothing, for an impossible event; OSError when the disk refuses."""
@@ -63,8 +73,11 @@ class Bookkeeper:
         return self._upcoming[1] is None
 
     def commit(self, commit: Commit) -> None:
-        """An accepted one."""
+        """An accepted one. Under `failures: filter` one without a usable reward counts as a failed attempt."""
         trajectory, sample = commit.trajectory, commit.trajectory.sample
+        if self.ledger.rules.failures == "filter" and not _scored(trajectory):
+            self.fail(sample, f"no reward ({trajectory.finish_reason})", trajectory.num_sampled)
+            return
         version = trajectory.initiating_version
         if version is None:
             version = self.ledger.groups[sample.group].members[sample.member].served
@@ -81,12 +94,12 @@ class Bookkeeper:
                 payload=self.journal.payloads.append(trajectory),
             )
         )
-        self._void_if_hopeless(sample.group)
+        self._settle(sample.group)
 
-    def fail(self, sample: SampleId, reason: str) -> None:
-        """The environment of the current lease broke."""
-        self.record(self.ledger.fail(sample, reason))
-        self._void_if_hopeless(sample.group)
+    def fail(self, sample: SampleId, reason: str, num_sampled: int = 0) -> None:
+        """The attempt of the current lease failed, having sampled so many tokens."""
+        self.record(self.ledger.fail(sample, reason, num_sampled))
+        self._settle(sample.group)
 
     def expire_overdue(self, step: int) -> None:
         """Ends groups no batch from `step` on may take."""
@@ -121,14 +134,25 @@ class Bookkeeper:
             )
         return task
 
-    def _void_if_hopeless(self, group: int) -> None:
-        if self.ledger.outstanding[group].hopeless:
+    def _settle(self, group: int) -> None:
+        """Ends the group if it is not to be trained, and the run if too many are not."""
+        event = self.ledger.settle(group)
+        if event is None:
+            return
+        if isinstance(event, e.GroupFailed) and self.ledger.rules.failures == "mask":
             self.fatal = (
                 f"group {group}: all {self.ledger.rules.group_size} members ended without a reward, environments "
-                f"after rollout.max_attempts {self.ledger.rules.max_attempts}; last failure: "
-                f"{self.ledger.last_failure or 'none of an environment: the rewards are missing'}"
+                f"after rollout.max_attempts {self.ledger.rules.max_attempts}; {self._last_failure()}"
             )
-            self.record(e.GroupFailed(group))
+        self.record(event)
+        try:
+            self.ledger.check_losses(self._reward_name, self._max_failed_fraction)
+        except BudgetError as error:
+            self.fatal = f"{error}; {self._last_failure()}" if isinstance(event, e.GroupFailed) else str(error)
+            self.batch_news.notify()
+
+    def _last_failure(self) -> str:
+        return f"last failure: {self.ledger.last_failure or 'none of an environment: the rewards are missing'}"
 
     def _tell(self, event: e.AnyEvent) -> None:
         match event:
@@ -139,12 +163,17 @@ class Bookkeeper:
                     self.batch_news.notify()
             case (
                 e.Served() | e.LeaseExpired() | e.PayloadLost() | e.Retried() | e.GroupFailed()
-                | e.GroupExpired() | e.Taken()
+                | e.GroupFiltered() | e.GroupExpired() | e.Taken()
             ):  # fmt: skip
                 self.lease_news.notify()
                 self.batch_news.notify()
             case _:
                 assert_never(event)
+
+
+def _scored(trajectory: Trajectory) -> bool:
+    reward = trajectory.reward
+    return trajectory.outcome != "failed" and reward is not None and math.isfinite(reward)
 
 
 def placeholder(sample: SampleId) -> Trajectory:

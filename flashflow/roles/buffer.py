@@ -11,6 +11,7 @@ never: answers before the journal has it; hands a sample out twice, or one that 
 import asyncio
 from pathlib import Path
 
+from flashflow.algorithms.settings import NO_FILTERS, FilterConfig, ReplayConfig
 from flashflow.clock import Clock
 from flashflow.config.sections import (
     BatchSection,
@@ -60,11 +61,15 @@ class Buffer:
         tasks: TaskStream,
         folder: Path,
         clock: Clock,
+        filters: FilterConfig = NO_FILTERS,
+        replay: ReplayConfig | None = None,
+        reward_name: str = "",
         offload: Offload = asyncio.to_thread,
     ) -> None:
         """Opens the journal in `folder`, and blocks while it is read; raises what open_journal raises.
 
-        `offload` runs what blocks on the disk later on; on virtual time it must be journal.in_place.
+        `reward_name` stands in the message of a run that the filters stop. `offload` runs what blocks on the disk later
+        on; on virtual time it must be journal.in_place.
         """
         rules = Rules(
             group_size=rollout.group_size,
@@ -72,12 +77,21 @@ class Buffer:
             alpha=rollout.alpha,
             on_stale=rollout.on_stale,
             max_attempts=rollout.max_attempts,
+            failures=rollout.failures,
+            filters=filters,
+            replay=replay,
         )
         self._journal, self._ledger = open_journal(folder, journal, rules, run=run.name, seed=run.seed, offload=offload)
         self._fsync_s = journal.fsync_s
         self._clock = clock
         self._members = Membership()
-        self._books = Bookkeeper(self._ledger, self._journal, tasks)
+        self._books = Bookkeeper(
+            self._ledger,
+            self._journal,
+            tasks,
+            reward_name=reward_name,
+            max_failed_fraction=rollout.max_failed_fraction,
+        )
         self._leasing = Leasing(
             books=self._books,
             members=self._members,
@@ -157,7 +171,9 @@ class Buffer:
                 return await self._leasing.evaluate(message.version, peer)
             case JournalStatusRequest():
                 counts = {state.value: count for state, count in self._ledger.counts().items()}
-                return JournalStatus(last_manifest=self._ledger.last_manifest, counts=counts)
+                return JournalStatus(
+                    last_manifest=self._ledger.last_manifest, counts=counts, tokens_wasted=self._ledger.tokens_wasted
+                )
             case Finish():
                 self._leasing.finish()
                 self._handover.finish()

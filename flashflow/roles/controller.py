@@ -17,7 +17,7 @@ import msgspec
 
 from flashflow.clock import Clock
 from flashflow.config.sections import CheckpointSection, EvalSection, NetworkSection, RunSection, WeightsSection
-from flashflow.errors import ContractError
+from flashflow.errors import ContractError, DeadlineError
 from flashflow.messages import (
     Ack,
     BatchReply,
@@ -29,8 +29,9 @@ from flashflow.messages import (
     JournalStatus,
     JournalStatusRequest,
     NextBatch,
+    ServingVersion,
 )
-from flashflow.metrics import staleness_metrics
+from flashflow.metrics import manifest_metrics
 from flashflow.records import Manifest, SharedWeights
 from flashflow.roles.publication import PublicationLane
 from flashflow.trainers.base import TrainResult
@@ -64,7 +65,11 @@ class Events(Protocol):
 
     def step(self, record: dict[str, Any]) -> None: ...
 
-    def evaluation(self, version: int, accuracy: float, seconds: float) -> None: ...
+    def evaluation(self, reply: EvalReply) -> None: ...
+
+    def evaluated(self, version: int) -> bool:
+        """Whether an evaluation of this version is written down already, also by an earlier process."""
+        ...
 
     def note(self, text: str) -> None: ...
 
@@ -127,10 +132,11 @@ class Controller:
         try:
             step = await self._trainer.open(self._resume)
             self._saved = step if step else -1
+            self._tokens_generated = (await self._engine_status()).tokens_generated
             step = await self._redo(step)
-            if step >= self._run.steps:
+            if step >= self._run.steps and not self._evaluates(step):
                 return await self._finish(step, "steps")
-            self._lane.publish(await self._trainer.stage(), evaluate=self._evaluates(step) and not step)
+            self._lane.publish(await self._trainer.stage(), evaluate=self._evaluates(step))
             return await self._finish(*await self._train_from(step))
         finally:
             await self._lane.close()
@@ -140,6 +146,7 @@ class Controller:
         status = await self._buffer.call(
             JournalStatusRequest(), JournalStatus, deadline_s=self._network.startup_deadline_s
         )
+        self._tokens_wasted = float(status.tokens_wasted)
         if status.last_manifest < step:
             raise ContractError(
                 f"checkpoint of step {step} is ahead of the journal (last manifest {status.last_manifest}): "
@@ -178,17 +185,17 @@ class Controller:
             with contextlib.suppress(_Stopped):
                 await self._until_stopped(self._publish(step))
             synced = self._clock.now()
-            await self._save_if_due(step)
-            with contextlib.suppress(_Stopped):
-                if step == self._run.steps:
-                    await self._until_stopped(self._lane.drained())
             times = {
-                "time_step_s": self._clock.now() - started,
+                "time_step_s": synced - started,
                 "time_wait_s": waited - started,
                 "time_train_s": trained - waited,
                 "time_sync_s": synced - trained,
             }
+            if step == self._run.steps:
+                with contextlib.suppress(_Stopped):  # so that the last line has the last evaluation
+                    await self._until_stopped(self._lane.drained())
             await self._report(step, batch, result, times)
+            await self._save_if_due(step)
             if self._stop.is_set():
                 return step, "stopped"
         return step, "steps"
@@ -205,6 +212,9 @@ class Controller:
         waiting_since = reported = self._clock.now()
         deadline_s = self._network.long_poll_s + self._network.call_deadline_s
         while True:
+            if (version := self._lane.settled_version) is not None:
+                # Again, for a buffer that was started anew: it trusts no version that its journal names.
+                await self._buffer.call(ServingVersion(version=version), Ack, deadline_s=deadline_s)
             batch = await self._buffer.call(NextBatch(step=step), BatchReply, deadline_s=deadline_s)
             if batch.manifest is not None or batch.finished:
                 return batch
@@ -227,16 +237,33 @@ class Controller:
             task.cancel()
 
     async def _train(self, manifest: Manifest) -> TrainResult:
-        async with asyncio.timeout(self._network.train_step_deadline_s):
-            return await self._trainer.train(manifest)
+        deadline_s = self._network.train_step_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._trainer.train(manifest)
+        except TimeoutError:
+            raise DeadlineError(
+                f"batch {manifest.step} was not trained within network.train_step_deadline_s {deadline_s:g} s"
+            ) from None
+
+    async def _engine_status(self) -> EngineStatus:
+        """Sums over the engines."""
+        return await self._proxy.call(EngineStatusRequest(), EngineStatus, deadline_s=self._network.startup_deadline_s)
 
     def _evaluates(self, step: int) -> bool:
         every = self._evaluation.every_steps
-        return every > 0 and (step % every == 0 or step == self._run.steps)
+        due = every > 0 and (step % every == 0 or step == self._run.steps)
+        return due and not self._events.evaluated(step)
 
     def _evaluated(self, reply: EvalReply) -> None:
+        if reply.num_missing:
+            self._events.note(
+                f"evaluation of version {reply.version} given up: {reply.num_missing} of {reply.num_problems} problems "
+                f"missing after evaluation.deadline_s {self._evaluation.deadline_s:g} s"
+            )
+            return
         self._evaluations.append(reply)
-        self._events.evaluation(reply.version, reply.accuracy, reply.seconds)
+        self._events.evaluation(reply)
 
     async def _save_if_due(self, step: int) -> None:
         every = self._checkpoint.every_steps
@@ -251,15 +278,20 @@ class Controller:
     async def _finish(self, step: int, reason: str) -> Outcome:
         if step > 0 and self._saved != step:
             await self._save(step)
+        if reason == "data" and self._evaluation.every_steps and not self._events.evaluated(step):
+            self._lane.evaluate(step)
         if reason != "stopped":
-            await self._lane.drained()
+            with contextlib.suppress(_Stopped):
+                await self._until_stopped(self._lane.drained())
         await self._buffer.call(Finish(), Ack, deadline_s=self._network.call_deadline_s)
         return Outcome(step=step, reason=reason)
 
     async def _report(self, step: int, batch: BatchReply, result: TrainResult, times: dict[str, float]) -> None:
         assert batch.manifest is not None
-        status = await self._proxy.call(EngineStatusRequest(), EngineStatus, deadline_s=self._network.call_deadline_s)
-        generated, self._tokens_generated = status.tokens_generated - self._tokens_generated, status.tokens_generated
+        total = (await self._engine_status()).tokens_generated
+        # A proxy that was started again counts from 0.
+        generated = total - self._tokens_generated if total >= self._tokens_generated else total
+        self._tokens_generated = total
         wasted = batch.stats.get("tokens_wasted", 0.0)
         newly_wasted, self._tokens_wasted = wasted - self._tokens_wasted, wasted
         record: dict[str, Any] = {
@@ -273,7 +305,7 @@ class Controller:
             "tokens_wasted": newly_wasted,
             "time_publish_s": self._lane.published.sync_s,
             **times,
-            **staleness_metrics(batch.manifest),
+            **manifest_metrics(batch.manifest),
             **{f"ledger_{name}": value for name, value in batch.stats.items() if name != "tokens_wasted"},
             **result.metrics,
         }

@@ -18,7 +18,7 @@ import numpy as np
 from flashflow.clock import Clock
 from flashflow.config.sections import EngineSection, NetworkSection
 from flashflow.engines.base import Engine, FinishReason, Sampled
-from flashflow.errors import ContractError, DeadlineError
+from flashflow.errors import ContractError, DeadlineError, NotServing
 from flashflow.messages import (
     Abort,
     Ack,
@@ -227,9 +227,9 @@ class EngineRole:
     def _submit(self, request: Generate) -> None:
         version, asker = self._engine.version, f"{self._name}: request {request.request}"
         if version < request.min_version:
-            raise ContractError(f"{asker} needs version {request.min_version}, but {version} is served")
+            raise NotServing(f"{asker} needs version {request.min_version}, but {version} is served")
         if request.pin_version is not None and request.pin_version != version:
-            raise ContractError(f"{asker} is pinned to version {request.pin_version}, but {version} is served")
+            raise NotServing(f"{asker} is pinned to version {request.pin_version}, but {version} is served")
         self._engine.submit(request)
 
     def _swap(self, weights: SharedWeights) -> int:

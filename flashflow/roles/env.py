@@ -15,7 +15,7 @@ import numpy as np
 
 from flashflow.clock import Clock
 from flashflow.config.sections import EvalSection, NetworkSection, RolloutSection, SamplingSection
-from flashflow.errors import DeadlineError, PeerLost, RemoteError, RewardError
+from flashflow.errors import ConfigError, ContractError, DeadlineError, PeerLost, RemoteError, RewardError
 from flashflow.messages import (
     AcquireLease,
     AttemptFailed,
@@ -29,7 +29,7 @@ from flashflow.messages import (
     Score,
     ScoreReply,
 )
-from flashflow.records import Outcome, Task, Trajectory
+from flashflow.records import Int32Array, Outcome, Task, Trajectory
 from flashflow.transport.channel import Client
 
 EVAL_SEED_OFFSET = 1 << 62
@@ -66,6 +66,7 @@ class EnvRole:
         sampling: SamplingSection,
         evaluation: EvalSection,
         network: NetworkSection,
+        max_context_tokens: int,
         buffer: Client,
         proxy: Client,
         rewards: Sequence[Client],
@@ -78,6 +79,7 @@ class EnvRole:
         self._sampling = sampling
         self._evaluation = evaluation
         self._network = network
+        self._max_context_tokens = max_context_tokens
         self._buffer = buffer
         self._proxy = proxy
         self._rewards = rewards
@@ -111,11 +113,13 @@ class EnvRole:
         started = self._clock.now()
         self._running[label] = started
         try:
-            async with asyncio.timeout(self._rollout.trajectory_deadline_s):
-                trajectory = await self._roll_out(lease, label, started)
+            async with asyncio.timeout(self._rollout.trajectory_deadline_s) as deadline:
+                trajectory = await self._roll_out(lease, label, started, deadline)
         except TimeoutError:
             await self._fail(lease, f"rollout.trajectory_deadline_s: {self._rollout.trajectory_deadline_s} s passed")
         except (PeerLost, DeadlineError, RemoteError) as error:
+            if isinstance(error, RemoteError) and error.kind == ContractError.__name__:
+                raise ContractError(f"sample {lease.sample}: {error}") from error
             await self._fail(lease, f"{type(error).__name__}: {error}")
         else:
             commit = Commit(lease_epoch=lease.lease_epoch, purpose=lease.purpose, trajectory=trajectory)
@@ -133,9 +137,9 @@ class EnvRole:
         )
         await self._buffer.call(failed, CommitReply, deadline_s=self._network.call_deadline_s)
 
-    async def _roll_out(self, lease: Lease, label: str, started: float) -> Trajectory:
+    async def _roll_out(self, lease: Lease, label: str, started: float, deadline: asyncio.Timeout) -> Trajectory:
         prompt_ids = np.asarray(self._codec.encode(lease.task), dtype=np.int32)
-        answer = await self._turn(lease, label, prompt_ids, turn=0)
+        answer = await self._turn(lease, label, prompt_ids, deadline, turn=0)
         score = await self._score(lease, answer)
         outcome: Outcome = "truncated" if answer.finish_reason == "length" else "completed"
         if score.reward is None:
@@ -155,13 +159,17 @@ class EnvRole:
             seconds=self._clock.now() - started,
         )
 
-    async def _turn(self, lease: Lease, label: str, prompt_ids: np.ndarray, *, turn: int) -> GenerateReply:
-        """All tokens of one turn as one reply."""
+    async def _turn(
+        self, lease: Lease, label: str, prompt_ids: Int32Array, deadline: asyncio.Timeout, *, turn: int
+    ) -> GenerateReply:
+        """All tokens of one turn as one reply. What it waited for an engine is added to the deadline."""
         sample, training = lease.sample, lease.purpose == "train"
         limit = self._sampling.max_new_tokens
         if not training and self._evaluation.max_new_tokens is not None:
             limit = self._evaluation.max_new_tokens
         seed = self._seed if training else self._seed ^ EVAL_SEED_OFFSET
+        if len(prompt_ids) + limit > self._max_context_tokens:
+            raise ConfigError([self._too_long(lease.task, len(prompt_ids), limit)])
         request = Generate(
             request=f"{self._name}/{label}/t{turn}",
             session=f"{lease.purpose}-{sample}",
@@ -176,7 +184,11 @@ class EnvRole:
             pin_version=lease.pin_version,
         )
         stream = self._proxy.stream(request, GenerateReply, idle_deadline_s=self._rollout.turn_deadline_s)
-        parts = [part async for part in stream]
+        parts = []
+        async for part in stream:
+            parts.append(part)
+            if part.waited_s and (when := deadline.when()) is not None:
+                deadline.reschedule(when + part.waited_s)
         if parts[-1].finish_reason == "aborted":
             raise RemoteError("Aborted", f"{request.request} was aborted at the engine")
         return GenerateReply(
@@ -184,6 +196,13 @@ class EnvRole:
             logprobs=np.concatenate([part.logprobs for part in parts]),
             versions=np.concatenate([part.versions for part in parts]),
             finish_reason=parts[-1].finish_reason,
+        )
+
+    def _too_long(self, task: Task, num_tokens: int, limit: int) -> str:
+        return (
+            f"engine.max_context_tokens: {self._max_context_tokens} is less than the {num_tokens} tokens of the prompt "
+            f"in row {task.cursor} of the data and max_new_tokens {limit} together; raise the first, lower the last, "
+            f"or drop such rows: {self._codec.prompt_text(task)[:200]!r}"
         )
 
     async def _score(self, lease: Lease, answer: GenerateReply) -> ScoreReply:

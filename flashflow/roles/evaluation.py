@@ -1,6 +1,7 @@
 """One evaluation in the buffer: held-out problems, greedily, by exactly one version; never in ledger or journal."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
@@ -26,7 +27,11 @@ class _Score(msgspec.Struct, frozen=True):
 class Evaluation:
     """Its lease epochs come from `epochs` and are nobody else's: a late commit of an earlier one counts for nothing."""
 
-    def __init__(self, version: int, tasks: list[Task], epochs: Iterator[int], asked_by: Peer) -> None:
+    def __init__(
+        self, version: int, tasks: list[Task], epochs: Iterator[int], asked_by: Peer, max_attempts: int
+    ) -> None:
+        self._max_attempts = max_attempts
+        self._failures: Counter[int] = Counter()
         self.version = version
         self.asked_by = asked_by
         self.leases = Leases()
@@ -87,19 +92,25 @@ class Evaluation:
         self._add(trajectory.sample, _Score(epoch, trajectory.reward, trajectory.num_sampled))
 
     def fail(self, sample: SampleId, epoch: int) -> None:
-        """Of an accepted failure: counts as reward 0."""
-        self._add(sample, _Score(epoch, None, None))
+        """Of an accepted failure: given out again, and after `max_attempts` counted as reward 0."""
+        self._failures[sample.group] += 1
+        if self._failures[sample.group] >= self._max_attempts:
+            self._add(sample, _Score(epoch, None, None))
+            return
+        self.leases.end(sample, epoch)
+        self._todo.insert(0, sample.group)
 
     def reply(self, seconds: float) -> EvalReply:
-        """Of an evaluation whose every problem is scored."""
+        """Of what is scored by now."""
         scores = self._scores.values()
         lengths = [score.num_sampled for score in scores if score.num_sampled is not None]
         return EvalReply(
             version=self.version,
             num_problems=self.num_problems,
-            accuracy=float(np.mean([score.reward if score.reward is not None else 0.0 for score in scores])),
+            accuracy=float(np.mean([score.reward if score.reward is not None else 0.0 for score in scores] or [0.0])),
             mean_response_tokens=float(np.mean(lengths)) if lengths else 0.0,
             num_failed=sum(score.reward is None for score in scores),
+            num_missing=self.num_missing,
             seconds=seconds,
         )
 

@@ -85,6 +85,9 @@ class Handover:
         self._served_generation = peer.generation
         if version != served:
             self._books.record(e.Served(version))
+        if not self._books.engines_serve:
+            self._books.engines_serve = True
+            self._books.lease_news.notify()
         return Ack()
 
     async def checkpointed(self, step: int) -> Ack:

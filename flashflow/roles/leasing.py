@@ -6,7 +6,7 @@ import itertools
 from flashflow.clock import Clock
 from flashflow.config.sections import EvalSection, NetworkSection, RolloutSection
 from flashflow.data.base import TaskStream
-from flashflow.errors import ContractError, DeadlineError
+from flashflow.errors import ContractError
 from flashflow.ledger import Verdict
 from flashflow.ledger import events as e
 from flashflow.ledger.book import EPOCHS_PER_OPENING
@@ -83,6 +83,7 @@ class Leasing:
             verdict = evaluation.judge(failed.sample, failed.lease_epoch) if evaluation else "superseded"
             if evaluation and verdict == "accepted":
                 evaluation.fail(failed.sample, failed.lease_epoch)
+                self._books.lease_news.notify()
             return verdict
         verdict = self._books.ledger.judge(failed.sample, failed.lease_epoch)
         self._leases.end(failed.sample, failed.lease_epoch)
@@ -91,24 +92,23 @@ class Leasing:
         return verdict
 
     async def evaluate(self, version: int, asked_by: Peer) -> EvalReply:
-        """Raises DeadlineError after evaluation.deadline_s; ContractError when the asker already has one running."""
+        """What is scored by evaluation.deadline_s. Raises ContractError when the asker already has one running."""
         if self._evaluating is not None:
             if self._evaluating.asked_by == asked_by:
                 raise ContractError(f"{asked_by}: version {self._evaluating.version} is still being evaluated")
             self._evaluating.abandon()
         if not self._eval_tasks:
             self._eval_tasks = self._tasks.eval_tasks(self._evaluation.problems)
-        evaluation = self._evaluating = Evaluation(version, self._eval_tasks, self._eval_epochs, asked_by)
+        evaluation = self._evaluating = Evaluation(
+            version, self._eval_tasks, self._eval_epochs, asked_by, self._rollout.max_attempts
+        )
         self._books.lease_news.notify()
         started = self._clock.now()
         try:
             async with asyncio.timeout(self._evaluation.deadline_s):
                 await evaluation.ended()
         except TimeoutError:
-            raise DeadlineError(
-                f"evaluation of version {version}: {evaluation.num_missing} of {evaluation.num_problems} problems "
-                f"missing after evaluation.deadline_s {self._evaluation.deadline_s}"
-            ) from None
+            pass  # the reply says how many are missing; training must not end for it
         finally:
             if self._evaluating is evaluation:
                 self._evaluating = None
@@ -138,6 +138,7 @@ class Leasing:
         if self._evaluating is not None:
             for held in self._evaluating.leases.older_than(before):
                 self._evaluating.fail(held.sample, held.epoch)
+                self._books.lease_news.notify()
 
     def finish(self) -> None:
         """Nothing is leased any more."""
@@ -148,6 +149,8 @@ class Leasing:
         """Why there is nothing to lease."""
         if self._books.fatal:
             return "the run stops: " + self._books.fatal.splitlines()[0]
+        if not self._books.engines_serve:
+            return "no version is served yet"
         closed = self._books.ledger.closed()
         if closed or self._books.ledger.queue:
             return closed or "attempts wait for an env"
@@ -175,7 +178,8 @@ class Leasing:
         now = self._clock.now()
         if self._evaluating is not None and (lease := self._evaluating.lease(peer, now)) is not None:
             return lease
-        given = self._books.lease() if not self._books.fatal else None
+        open_ = self._books.engines_serve and not self._books.fatal
+        given = self._books.lease() if open_ else None
         if given is None:
             return None
         leased, task = given

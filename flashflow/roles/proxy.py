@@ -17,7 +17,16 @@ import numpy as np
 
 from flashflow.clock import Clock
 from flashflow.config.sections import NetworkSection, RolloutSection
-from flashflow.errors import BudgetError, ContractError, DeadlineError, PeerLost, RemoteError, TransportError
+from flashflow.errors import (
+    BudgetError,
+    ContractError,
+    DeadlineError,
+    NotServing,
+    PeerLost,
+    RemoteError,
+    TransportError,
+    WeightsError,
+)
 from flashflow.messages import (
     Abort,
     Ack,
@@ -126,7 +135,7 @@ class ProxyRole:
     async def _generate(self, request: Generate, emit: Emit) -> GenerateReply:
         """Streams the answer; what a dead engine had streamed is kept and another goes on from there."""
         for _ in range(MAX_DISPATCHES):
-            engine = await self._reserve(request)
+            engine = await self._reserve(request, emit)
             if engine is None:
                 return _nothing("aborted")
             work = len(request.prompt_ids) + request.max_new_tokens
@@ -140,29 +149,55 @@ class ProxyRole:
                     request = _continued(request, part)
             except PeerLost:
                 self._lost(engine)
+            except RemoteError as error:
+                if error.kind != NotServing.__name__:
+                    raise
+                self._lost(engine)
             finally:
                 engine.outstanding_tokens -= work
                 engine.requests -= 1
                 await self._notify()
         raise BudgetError(f"request {request.request}: {MAX_DISPATCHES} engines were lost under it")
 
-    async def _reserve(self, request: Generate) -> EngineEnd | None:
-        """A place on an engine; None when the request was aborted while it waited."""
-        name = request.request
-        self._queued.add(name)
+    async def _reserve(self, request: Generate, emit: Emit) -> EngineEnd | None:
+        """A place on an engine; None when the request was aborted while it waited, or can never be served.
+
+        While it waits it says so every `long_poll_s`, for the caller's deadlines are for work, not for the queue.
+        """
+        self._queued.add(request.request)
         try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: name in self._aborted or self._choose(request) is not None)
-                engine = self._choose(request)
-                if name in self._aborted or engine is None:
-                    return None
+            since = self._clock.now()
+            while not await self._settled(request):
+                now = self._clock.now()
+                await emit(_nothing("", waited_s=now - since))
+                since = now
+            engine = None if self._hopeless(request) else self._choose(request)
+            if engine is not None:
                 engine.requests += 1
                 engine.outstanding_tokens += len(request.prompt_ids) + request.max_new_tokens
                 self._remember(request.session, engine)
-                return engine
+            return engine
         finally:
-            self._queued.discard(name)
-            self._aborted.discard(name)
+            self._queued.discard(request.request)
+            self._aborted.discard(request.request)
+
+    async def _settled(self, request: Generate) -> bool:
+        """True as soon as the request has an engine, or never will; False after `long_poll_s`."""
+        try:
+            async with asyncio.timeout(self._network.long_poll_s), self._changed:
+                await self._changed.wait_for(lambda: self._hopeless(request) or self._choose(request) is not None)
+        except TimeoutError:
+            return False
+        return True
+
+    def _hopeless(self, request: Generate) -> bool:
+        """Aborted, or pinned to a version that has gone: versions do not come back."""
+        gone = request.pin_version is not None and self._newest > request.pin_version
+        return gone or request.request in self._aborted
+
+    @property
+    def _newest(self) -> int:
+        return self._weights.weights.version if self._weights is not None else -1
 
     def _remember(self, session: str, engine: EngineEnd) -> None:
         self._sessions[session] = engine
@@ -184,15 +219,23 @@ class ProxyRole:
     async def _update(self, update: Update) -> Serving:
         """Serving once all engines in service have swapped; those that fail are evicted and catch up behind."""
         self._weights = update
-        await asyncio.gather(*(self._load(engine, update) for engine in self._engines if engine.room))
-        serving = [engine for engine in self._engines if engine.version == update.weights.version]
-        if not serving:
-            raise DeadlineError(
-                f"UPDATE to version {update.weights.version}: no engine took it within {update.deadline_s} s "
-                f"(weights.deadline_s); asked: {', '.join(engine.name for engine in self._engines)}"
-            )
+        asked = [engine for engine in self._engines if engine.name not in self._revivals]
+        await asyncio.gather(*(self._load(engine, update) for engine in asked))
         await self._notify()
+        try:
+            async with asyncio.timeout(self._network.startup_deadline_s), self._changed:
+                await self._changed.wait_for(lambda: self._serving(update))
+        except TimeoutError:
+            raise DeadlineError(
+                f"UPDATE to version {update.weights.version}: no engine took it within weights.deadline_s "
+                f"{update.deadline_s} s, and none came back within network.startup_deadline_s; "
+                f"asked: {', '.join(engine.name for engine in self._engines)}"
+            ) from None
+        serving = self._serving(update)
         return Serving(version=update.weights.version, engines=[engine.name for engine in serving])
+
+    def _serving(self, update: Update) -> list[EngineEnd]:
+        return [engine for engine in self._engines if engine.version == update.weights.version]
 
     async def _load(self, engine: EngineEnd, update: Update) -> None:
         try:
@@ -228,8 +271,12 @@ class ProxyRole:
         update = self._weights
         while update is not None and engine.version < update.weights.version:
             engine.version = -1
-            reply = await engine.client.call(update, Serving, deadline_s=update.deadline_s)
-            engine.version = reply.version
+            try:
+                engine.version = (await engine.client.call(update, Serving, deadline_s=update.deadline_s)).version
+            except RemoteError as error:
+                if error.kind != WeightsError.__name__:
+                    raise
+                break  # that copy is gone (its trainer was started again): the next UPDATE brings a new one
             update = self._weights
         del self._revivals[engine.name]  # before anyone is told, so that its next loss starts a revival again
         await self._notify()
@@ -266,10 +313,11 @@ def _continued(request: Generate, part: GenerateReply) -> Generate:
     return msgspec.structs.replace(request, generated_ids=np.concatenate([request.generated_ids, part.token_ids]))
 
 
-def _nothing(finish_reason: Literal["aborted"]) -> GenerateReply:
+def _nothing(finish_reason: Literal["", "aborted"], waited_s: float = 0.0) -> GenerateReply:
     return GenerateReply(
         token_ids=np.zeros(0, np.int32),
         logprobs=np.zeros(0, np.float32),
         versions=np.zeros(0, np.int32),
         finish_reason=finish_reason,
+        waited_s=waited_s,
     )

@@ -24,6 +24,8 @@ class Published(msgspec.Struct):
     """Newest version served by the engines."""
     sync_s: float = 0.0
     """Seconds of the last UPDATE, from the order to all engines serving."""
+    num_engines: int = 0
+    """Engines that took it."""
 
 
 class PublicationLane:
@@ -67,6 +69,16 @@ class PublicationLane:
         if evaluate:
             self._tail = asyncio.create_task(_after(self._served, lambda: self._evaluate(staged.version)))
 
+    @property
+    def settled_version(self) -> int | None:
+        """The version served, while no update is under way."""
+        settled = self._served is not None and self._served.done()
+        return self.published.version if settled and self.published.version >= 0 else None
+
+    def evaluate(self, version: int) -> None:
+        """Queue an evaluation of the version published last."""
+        self._tail = asyncio.create_task(_after(self._tail, lambda: self._evaluate(version)))
+
     def failure(self) -> BaseException | None:
         """The first failure of the lane, so that the controller sees it while it waits for something else."""
         for task in (self._served, self._tail):
@@ -84,9 +96,12 @@ class PublicationLane:
         started = self._now()
         update = Update(weights=staged, deadline_s=self._weights.deadline_s)
         margin_s = self._network.call_deadline_s
-        serving = await self._proxy.call(update, Serving, deadline_s=self._weights.deadline_s + margin_s)
+        deadline_s = self._weights.deadline_s + self._network.startup_deadline_s + margin_s
+        serving = await self._proxy.call(update, Serving, deadline_s=deadline_s)
         await self._buffer.call(ServingVersion(version=serving.version), Ack, deadline_s=margin_s)
-        self.published = Published(version=serving.version, sync_s=self._now() - started)
+        self.published = Published(
+            version=serving.version, sync_s=self._now() - started, num_engines=len(serving.engines)
+        )
 
     async def _evaluate(self, version: int) -> None:
         deadline_s = self._evaluation.deadline_s + self._network.call_deadline_s

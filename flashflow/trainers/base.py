@@ -13,8 +13,9 @@ class TrainResult(msgspec.Struct, frozen=True):
 
     step: int
     metrics: dict[str, float]
-    """At least loss, grad_norm, learning_rate, tokens_trained, r_mean, r_max, w_mean, w_max, rho_mean, mismatch_k3,
-    clip_fraction, entropy."""
+    """At least loss, grad_norm, learning_rate, tokens_trained, clip_fraction, empty_batch; unless it is one, also
+    rho_mean, mismatch_k3, entropy, and r_mean, r_max, w_mean, w_max where the log-probabilities before the first
+    optimizer step are known."""
 
 
 class Trainer(Protocol):

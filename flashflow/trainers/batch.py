@@ -5,6 +5,7 @@ Letters: N rows of the whole batch, B rows of a micro-batch, T padded length.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from flashflow.algorithms.advantages import token_advantages
+from flashflow.algorithms.aggregation import Denominators
 from flashflow.algorithms.kl import kl_penalty
-from flashflow.algorithms.settings import AdvantageConfig, LossConfig
+from flashflow.algorithms.settings import NO_SHAPING, AdvantageConfig, LossConfig, ShapingConfig
 from flashflow.errors import ContractError
 from flashflow.packing import MicroBatch
 from flashflow.records import Manifest, Trajectory
 from flashflow.trainers.scorable import is_scorable
+from flashflow.trainers.shaping import is_trained, shaped_reward
 
 WITHOUT_ADVANTAGE = frozenset({"kimi", "dppo_tv"})
 """Surrogates with a term that the advantage does not multiply."""
@@ -48,18 +51,38 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Consumed:
-    """What the whole batch says about its rows, however it is split."""
+    """What the whole batch says about its rows at consumption, before the first optimizer step and however it is
+    split."""
 
     advantages_NT: torch.Tensor
     """float32; 0 outside the mask and for rows that are not scorable."""
+    mask_NT: torch.Tensor
+    """bool; tokens to be trained."""
     rewards_N: torch.Tensor
     """float32 raw task rewards; 0 where not scorable."""
     counted_rows: list[int]
-    """Places of the scorable rows; the others take no part in any pass."""
-    num_tokens: int
-    """To be trained."""
-    num_sequences: int
-    """With a token to be trained."""
+    """Places of the rows to be trained; the others, not scorable or masked as truncated, take no part in any pass."""
+    num_updates: int
+    """Optimizer steps on the batch."""
+    reference_NT: torch.Tensor | None
+    """Log-probabilities of the reference model; None where there is none."""
+    prox_NT: torch.Tensor | None
+    """The trainer's own log-probabilities before the first step; None with one step, whose current ones they are, and
+    where the loss needs none."""
+    values_NT: torch.Tensor | None
+    """The critic's before the first step; None where there is none."""
+    returns_NT: torch.Tensor | None
+    """float32 targets of the critic."""
+
+    @property
+    def num_tokens(self) -> int:
+        """To be trained."""
+        return int(self.mask_NT.sum())
+
+    def denominators(self, rows: Sequence[int]) -> Denominators:
+        """Of the optimizer step on these rows, over all ranks."""
+        mask_NT = self.mask_NT[list(rows)]
+        return Denominators(int(mask_NT.sum()), int(mask_NT.any(dim=1).sum()))
 
 
 def check_rows(manifest: Manifest, rows: Sequence[Trajectory], step: int) -> None:
@@ -79,40 +102,69 @@ def check_rows(manifest: Manifest, rows: Sequence[Trajectory], step: int) -> Non
             )
 
 
-def consume(
-    rows: Sequence[Trajectory], advantage: AdvantageConfig, loss: LossConfig, reference_NT: torch.Tensor | None
-) -> Consumed:
-    """Group statistics and denominators, over all rows, before any split.
+def counted_rows(rows: Sequence[Trajectory], shaping: ShapingConfig = NO_SHAPING) -> list[int]:
+    """Places of the rows to be trained."""
+    return [place for place, row in enumerate(rows) if is_trained(row, shaping)]
 
-    reference_NT: log-probabilities of the reference model, needed for a KL penalty placed in the reward.
+
+def split_by_group(rows: Sequence[Trajectory], num_parts: int) -> list[list[int]]:
+    """Places of the rows of each optimizer step: whole groups in the batch's order, as many in each as in the others,
+    or one more. Fewer parts where there are fewer groups."""
+    groups = [list(members) for _, members in groupby(range(len(rows)), key=lambda place: rows[place].sample.group)]
+    cuts = [len(groups) * part // num_parts for part in range(num_parts + 1)]
+    parts = [list(chain.from_iterable(groups[start:end])) for start, end in pairwise(cuts)]
+    return [part for part in parts if part]
+
+
+def consume(
+    rows: Sequence[Trajectory],
+    advantage: AdvantageConfig,
+    loss: LossConfig,
+    *,
+    shaping: ShapingConfig = NO_SHAPING,
+    num_updates: int = 1,
+    reference_NT: torch.Tensor | None = None,
+    prox_NT: torch.Tensor | None = None,
+    values_NT: torch.Tensor | None = None,
+) -> Consumed:
+    """Group statistics and advantages, over all rows, before any split. Tensors as Consumed describes them.
+
+    reference_NT is needed for a KL penalty placed in the reward too, values_NT for gae.
     """
-    mask_NT = padded([row.mask for row in rows]).bool()
+    trained = [is_trained(row, shaping) for row in rows]
+    mask_NT = padded([row.mask for row in rows]).bool() & torch.tensor(trained, dtype=torch.bool)[:, None]
     penalty_NT = None
     if loss.needs_reference and loss.kl_placement == "reward" and reference_NT is not None:
         behaviour_NT = padded([row.logprobs for row in rows])
         penalty_NT = loss.kl_coefficient * kl_penalty(
-            behaviour_logprobs=behaviour_NT, ref_logprobs=reference_NT, mask=mask_NT
+            behaviour_logprobs=behaviour_NT, ref_logprobs=reference_NT.cpu(), mask=mask_NT
         )
     result = token_advantages(
         advantage,
-        rewards=[row.reward for row in rows],
+        rewards=[shaped_reward(row, shaping) for row in rows],
         group_ids=[row.sample.group for row in rows],
         mask=mask_NT,
         scorable=[is_scorable(row) for row in rows],
+        values=None if values_NT is None else values_NT.cpu(),
         penalty=penalty_NT,
     )
     rewards_N = [row.reward if row.reward is not None and is_scorable(row) else 0.0 for row in rows]
     return Consumed(
         advantages_NT=result.advantages.float(),
+        mask_NT=result.mask,
         rewards_N=torch.tensor(rewards_N, dtype=torch.float32),
-        counted_rows=[place for place, row in enumerate(rows) if is_scorable(row)],
-        num_tokens=int(result.mask.sum()),
-        num_sequences=int(result.mask.any(dim=1).sum()),
+        counted_rows=counted_rows(rows, shaping),
+        num_updates=num_updates,
+        reference_NT=reference_NT,
+        prox_NT=prox_NT,
+        values_NT=values_NT,
+        returns_NT=None if result.returns is None else result.returns.float(),
     )
 
 
 def gradient_rows(loss: LossConfig, consumed: Consumed) -> list[int]:
-    """Rows whose loss may have a gradient: all of them where a term does without the advantage, else those with one."""
+    """Rows whose policy loss may have a gradient: all of them where a term does without the advantage, else those with
+    one."""
     if (
         loss.loss is not None
         or loss.surrogate in WITHOUT_ADVANTAGE

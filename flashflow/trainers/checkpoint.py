@@ -28,6 +28,10 @@ class Description(msgspec.Struct, frozen=True):
     skipped_in_row: int
     skipped_total: int
     num_ranks: int
+    critic: dict[str, str] = {}
+    """Like `parameters`; empty without a critic."""
+    critic_skipped_in_row: int = 0
+    critic_skipped_total: int = 0
 
 
 def folder_name(step: int) -> str:

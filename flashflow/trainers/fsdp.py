@@ -1,6 +1,4 @@
-"""The FSDP2 trainer: one manifest in, one optimizer step, one version more.
-
-    rows -> advantages, denominators (whole batch) -> micro-batches: forward, loss, backward -> AdamW -> stage()
+"""The FSDP2 trainer: one manifest in, one version more; learner.py says how.
 
 Every rank is given all rows and takes its share of the micro-batches; the same rows give the same bits.
 """
@@ -15,18 +13,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashflow.algorithms.presets import resolve
-from flashflow.algorithms.settings import AdvantageConfig, LossConfig
-from flashflow.algorithms.stats import summarise
-from flashflow.config.sections import OptimizerSection
+from flashflow.algorithms.settings import NO_SHAPING, AdvantageConfig, LossConfig, ShapingConfig
+from flashflow.algorithms.surrogates import own_loss
+from flashflow.config.sections import CriticSection, OptimizerSection
 from flashflow.errors import ConfigError, WeightsError
 from flashflow.records import Float32Array, Manifest, SharedWeights, Trajectory
 from flashflow.trainers import checkpoint, sharding
 from flashflow.trainers.base import TrainResult
-from flashflow.trainers.batch import check_rows, consume
+from flashflow.trainers.batch import check_rows
+from flashflow.trainers.critic import Critic
+from flashflow.trainers.learner import Learner
 from flashflow.trainers.logprobs import TokenScorer
-from flashflow.trainers.metrics import batch_metrics, packing_metrics
+from flashflow.trainers.metrics import UNMEASURED, batch_metrics
 from flashflow.trainers.passes import Passes
-from flashflow.trainers.state import describe_parameters, load_state, save_state
+from flashflow.trainers.state import Part, describe_parameters, load_state, save_state
 from flashflow.trainers.update import Updater
 from flashflow.transport.weights.shared_memory import WeightStage
 
@@ -52,19 +52,24 @@ class FsdpTrainer:
         temperature: float,
         max_response_tokens: int,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        optimizer_steps: int = 1,
+        epochs: int = 1,
+        critic: CriticSection | None = None,
+        shaping: ShapingConfig = NO_SHAPING,
     ) -> None:
         """model: a transformers causal LM on its device, taken over and sharded. num_steps: for the decay of the rate.
         dtype: of the computation and of the staged weights; parameters and optimizer are float32 always.
+        optimizer_steps, epochs: of a batch. critic: for estimator gae; None is its defaults.
 
         Uses the default process group; makes one of a single rank where there is none. Raises ConfigError on a model
         or an algorithm it does not support.
         """
-        if advantage.estimator == "gae":
-            raise ConfigError(
-                ["algorithm.estimator: gae needs a critic, which the fsdp trainer has not; use grpo, say"]
-            )
+        if critic is not None and advantage.estimator != "gae":
+            raise ConfigError([f"critic: estimator {advantage.estimator} has none; remove it, or use estimator gae"])
+        if loss.loss is not None:
+            own_loss(loss.loss)  # a mistake shows now, not after the first batch
         self.step = 0
-        self._advantage, self._loss = advantage, loss.for_responses(max_response_tokens)
+        loss = loss.for_responses(max_response_tokens)
         self._micro_batch_tokens = micro_batch_tokens
         self._device = next(model.parameters()).device
         self._dtype: torch.dtype = getattr(torch, dtype)
@@ -73,14 +78,30 @@ class FsdpTrainer:
         mesh = sharding.make_mesh(self._device)
         # The reference is the model the run starts from, also when a checkpoint is loaded later.
         reference = copy.deepcopy(model).requires_grad_(False) if loss.needs_reference else None
-        self._reference = self._sharded(reference, temperature, mesh) if reference is not None else None
+        if advantage.estimator == "gae":
+            critic = critic if critic is not None else CriticSection()
+        self._critic = Critic(critic, model, num_steps, mesh, self._dtype) if critic is not None else None
         self._scorer = self._sharded(model, temperature, mesh)
         self._updater = Updater(self._scorer, optimizer, num_steps)
+        self._learner = Learner(
+            scorer=self._scorer,
+            updater=self._updater,
+            reference=self._sharded(reference, temperature, mesh) if reference is not None else None,
+            critic=self._critic,
+            advantage=advantage,
+            loss=loss,
+            shaping=shaping,
+            optimizer_steps=optimizer_steps,
+            epochs=epochs,
+        )
         self._weight_stage = WeightStage(run_id) if self._rank == 0 else None
         self._settings = {
             "algorithm.advantage": advantage.model_dump_json(),
-            "algorithm.loss": self._loss.model_dump_json(),
+            "algorithm.loss": loss.model_dump_json(),
+            "overlong": shaping.model_dump_json(),
             "optimizer": optimizer.model_dump_json(),
+            "critic": "none" if critic is None else critic.model_dump_json(),
+            "batch.optimizer_steps x batch.epochs": f"{optimizer_steps} x {epochs}",
             "sampling.temperature": str(temperature),
         }
 
@@ -88,7 +109,7 @@ class FsdpTrainer:
     def from_config(cls, config: "Config", model: Any, *, run_id: str) -> "FsdpTrainer":
         overrides = config.algorithm.model_extra
         advantage, loss = resolve(
-            config.algorithm.preset, overrides if overrides is not None else {}, alpha=config.rollout.alpha
+            config.algorithm.preset, overrides if overrides is not None else {}, alpha=config.trained_staleness
         )
         return cls(
             model,
@@ -101,37 +122,27 @@ class FsdpTrainer:
             temperature=config.sampling.temperature,
             max_response_tokens=config.sampling.max_new_tokens,
             dtype=config.model.dtype,
+            optimizer_steps=config.batch.optimizer_steps,
+            epochs=config.batch.epochs,
+            critic=config.critic,
+            shaping=config.shaping,
         )
 
     def train(self, manifest: Manifest, rows: list[Trajectory]) -> TrainResult:
-        """One optimizer step. Raises ContractError when the rows are not those of the next manifest, or a
-        log-probability is NaN; BudgetError when too many gradients in a row were not finite."""
+        """Raises ContractError when the rows are not those of the next manifest, or a log-probability is NaN;
+        BudgetError when too many gradients in a row were not finite."""
         check_rows(manifest, rows, self.step)
         # For whatever a loss of the user's own may draw: the same on every rank, and when the batch is redone.
         torch.manual_seed(manifest.rng_key % 2**63)
-        passes = self._passes(rows)
-        reference_NT = passes.score(self._reference, range(len(rows))) if self._reference is not None else None
-        consumed = consume(rows, self._advantage, self._loss, reference_NT)
-        outcome = passes.train(self._scorer, self._loss, consumed, reference_NT)
-        gradient_norm, rate = self._updater.apply(manifest.step)
+        learned = self._learner.learn(self._passes(rows), manifest.step)
         self.step = manifest.step
-        metrics = {
-            **summarise(outcome.metrics),
-            **batch_metrics(manifest, rows),
-            **packing_metrics(outcome.plan, rows),
-            "loss": outcome.loss,
-            "grad_norm": gradient_norm,
-            "learning_rate": rate,
-            "tokens_trained": float(consumed.num_tokens),
-            "empty_batch": float(consumed.num_tokens == 0),
-            "skipped_steps": float(self._updater.skipped_total),
-        }
-        return TrainResult(step=self.step, metrics=metrics)
+        unmeasured = UNMEASURED if learned["empty_batch"] else {}
+        return TrainResult(step=self.step, metrics={**unmeasured, **learned, **batch_metrics(manifest, rows)})
 
     def logprobs(self, rows: list[Trajectory]) -> list[Float32Array]:
         """A forward pass of its own under the present weights: [T] each, 0 where not sampled, nats at the sampling
         temperature. Equal to the engine's to the last bit where the engine is `exact`."""
-        whole_NT = self._passes(rows).score(self._scorer, range(len(rows))).cpu().numpy()
+        whole_NT = self._learner.logprobs(self._passes(rows), self._scorer, range(len(rows))).cpu().numpy()
         return [whole_NT[place, : row.num_tokens].copy() for place, row in enumerate(rows)]
 
     def stage(self) -> SharedWeights:
@@ -154,7 +165,7 @@ class FsdpTrainer:
         if self._rank == 0:
             checkpoint.begin(folder)
         dist.barrier()
-        save_state(checkpoint.temporary(folder), self._scorer.model, self._updater.optimizer)
+        save_state(checkpoint.temporary(folder), *self._parts())
         if self._rank == 0:
             checkpoint.finish(folder, self._description())
         dist.barrier()
@@ -162,13 +173,22 @@ class FsdpTrainer:
     def load(self, folder: Path) -> None:
         """Raises ConfigError, before anything changed, when the checkpoint is another model's, or none."""
         found, expected = checkpoint.read_description(folder), self._description()
-        mistakes = checkpoint.differences(found.parameters, expected.parameters)
+        mistakes = [
+            f"{folder} does not fit {field}: {mistake}"
+            for field, one, other in (
+                ("model.path", found.parameters, expected.parameters),
+                ("the critic", found.critic, expected.critic),
+            )
+            for mistake in checkpoint.differences(one, other)
+        ]
         if mistakes:
-            raise ConfigError([f"{folder} does not fit model.path: {mistake}" for mistake in mistakes])
+            raise ConfigError(mistakes)
         for difference in checkpoint.differences(found.settings, expected.settings):
             logger.warning("resuming with another setting than the checkpoint's: %s", difference)
-        load_state(folder, self._scorer.model, self._updater.optimizer)
+        load_state(folder, *self._parts())
         self._updater.restore(found.skipped_in_row, found.skipped_total)
+        if self._critic is not None:
+            self._critic.updater.restore(found.critic_skipped_in_row, found.critic_skipped_total)
         self.step = found.step
 
     def close(self) -> None:
@@ -185,7 +205,16 @@ class FsdpTrainer:
     def _passes(self, rows: list[Trajectory]) -> Passes:
         return Passes(rows, self.step, self._micro_batch_tokens, self._device)
 
+    def _parts(self) -> tuple[Part, Part | None]:
+        """What a checkpoint holds: of the policy, of the critic."""
+        critic = self._critic
+        return (
+            (self._scorer.model, self._updater.optimizer),
+            None if critic is None else (critic.module, critic.updater.optimizer),
+        )
+
     def _description(self) -> checkpoint.Description:
+        critic = self._critic
         return checkpoint.Description(
             step=self.step,
             parameters=describe_parameters(self._scorer.model),
@@ -193,4 +222,7 @@ class FsdpTrainer:
             skipped_in_row=self._updater.skipped_in_row,
             skipped_total=self._updater.skipped_total,
             num_ranks=dist.get_world_size(),
+            critic={} if critic is None else describe_parameters(critic.module),
+            critic_skipped_in_row=0 if critic is None else critic.updater.skipped_in_row,
+            critic_skipped_total=0 if critic is None else critic.updater.skipped_total,
         )

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flashflow.errors import ConfigError
 from flashflow.shapes import safe_rows
+from flashflow.trainers.backbone import hidden_states, prepare
 
 ROWS = safe_rows(1)
 """Tokens are scored in multiples of this many, so that a chunk of any size has a safe number of rows."""
@@ -29,12 +30,9 @@ class TokenScorer(nn.Module):
     def __init__(self, model: Any, temperature: float, logits_per_chunk: int = LOGITS_PER_CHUNK) -> None:
         """model: a transformers causal LM in float32, taken over. Raises ConfigError on a head that is not linear."""
         super().__init__()
-        model.set_attn_implementation("sdpa")
-        # Dropout would train another policy than the one that sampled.
-        model.eval()
+        prepare(model)
         self.model = model
         self.temperature = temperature
-        _refuse_unsupported(model)
         self._check_head()
         self.chunk = max(1, logits_per_chunk // model.get_output_embeddings().weight.shape[0] // ROWS) * ROWS
 
@@ -44,12 +42,13 @@ class TokenScorer(nn.Module):
         return layers
 
     def forward(
-        self, tokens_BT: torch.Tensor, mask_BT: torch.Tensor, *, entropy_gradient: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, tokens_BT: torch.Tensor, mask_BT: torch.Tensor, *, entropy_gradient: bool = False, hidden: bool = False
+    ) -> tuple[torch.Tensor, ...]:
         """tokens_BT int64, padded on the right to a safe length; mask_BT bool, false in column 0.
 
         Returns float32 [B, T] each, 0 outside the mask: the log-probability of token t given those before it, and the
-        entropy in nats of the distribution it was drawn from, both at the sampling temperature.
+        entropy in nats of the distribution it was drawn from, both at the sampling temperature; with `hidden` thirdly
+        the hidden states [B, T, D] of the last layer, for a value head.
         """
         where = mask_BT.nonzero(as_tuple=True)
         places_N = where[0] * tokens_BT.shape[1] + where[1]
@@ -57,25 +56,16 @@ class TokenScorer(nn.Module):
         padding = -num_selected % ROWS if num_selected else ROWS
         padded_N = F.pad(places_N, (0, padding), value=1)
         # Token t is predicted at t - 1; the padding is dropped again below.
-        hidden_ND = self._hidden(tokens_BT).flatten(0, 1).index_select(0, padded_N - 1)
+        hidden_BTD = hidden_states(self.model.base_model, tokens_BT)
+        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, padded_N - 1)
         targets_N = tokens_BT.flatten().index_select(0, padded_N)
         logprobs_N, entropies_N = self._head(hidden_ND, targets_N, entropy_gradient)
         empty_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
-        return (
+        scores = (
             empty_BT.index_put(where, logprobs_N[:num_selected]),
             empty_BT.index_put(where, entropies_N[:num_selected]),
         )
-
-    def _hidden(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        length = tokens_BT.shape[1]
-        # Explicit, because the kernel's own causal mode sums in another order than the engine's decode steps.
-        visible_TT = torch.ones(length, length, dtype=torch.bool, device=tokens_BT.device).tril()
-        positions_1T = torch.arange(length, device=tokens_BT.device)[None]
-        output = self.model.base_model(
-            input_ids=tokens_BT, attention_mask=visible_TT[None, None], position_ids=positions_1T, use_cache=False
-        )
-        hidden: torch.Tensor = output.last_hidden_state
-        return hidden
+        return (*scores, hidden_BTD) if hidden else scores
 
     def _head(
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, entropy_gradient: bool
@@ -112,20 +102,9 @@ class TokenScorer(nn.Module):
         device = self.model.get_output_embeddings().weight.device
         tokens_BT = torch.arange(ROWS, device=device)[None]
         expected = self.model(input_ids=tokens_BT, use_cache=False).logits.float()
-        found = self.model.get_output_embeddings()(self._hidden(tokens_BT)).float()
+        found = self.model.get_output_embeddings()(hidden_states(self.model.base_model, tokens_BT)).float()
         if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
             raise ConfigError([
                 f"model.path: {type(self.model).__name__} transforms its logits after the head (soft cap or scale); "
                 "the fsdp trainer supports plain linear heads"
             ])  # fmt: skip
-
-
-def _refuse_unsupported(model: Any) -> None:
-    config = model.config.get_text_config()
-    windowed = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
-    if windowed:
-        raise ConfigError(
-            [f"model.path: layers of kind {', '.join(sorted(windowed))}; the fsdp trainer needs full attention"]
-        )
-    if not hasattr(model.base_model, "layers"):
-        raise ConfigError([f"model.path: {type(model).__name__} keeps its layers elsewhere than in base_model.layers"])

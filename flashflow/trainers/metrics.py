@@ -10,14 +10,24 @@ from flashflow.packing import MicroBatch
 from flashflow.records import Manifest, Trajectory
 from flashflow.trainers.scorable import is_scorable
 
+UNMEASURED = {
+    **dict.fromkeys(("r_mean", "r_max", "w_mean", "w_max", "rho_mean", "rho_max"), 1.0),
+    **dict.fromkeys(("mismatch_k3", "clip_fraction", "entropy"), 0.0),
+}
+"""What a batch says of ratios when nothing in it is trained (`empty_batch`), as of weights that are the same."""
+
 
 def batch_metrics(manifest: Manifest, rows: Sequence[Trajectory]) -> dict[str, float]:
     """Rewards, response lengths and staleness of the batch; rewards over scorable rows, lengths over all.
+
+    Of fresh rows; replayed ones, where there is nothing else, stand in for them in all but the staleness.
 
     reward_std is the population's. staleness = trainer's version at hand-over minus the row's oldest version, of rows
     that sampled a token; `staleness_{n}` is the share of those rows with staleness n.
     """
     metrics: dict[str, float] = {}
+    fresh = [row for named, row in zip(manifest.rows, rows, strict=True) if named.use == 1]
+    rows = fresh or rows
     rewards = [row.reward for row in rows if row.reward is not None and is_scorable(row)]
     if rewards:
         metrics |= {"reward_mean": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
@@ -28,9 +38,9 @@ def batch_metrics(manifest: Manifest, rows: Sequence[Trajectory]) -> dict[str, f
         "truncated_fraction": _share([row.outcome == "truncated" for row in rows]),
         "failed_fraction": _share([not is_scorable(row) for row in rows]),
         "no_signal_fraction": _share(_without_signal(rows)),
-        "num_samples": float(len(rows)),
+        "num_samples": float(len(manifest.rows)),
     }
-    return metrics | _staleness(manifest.step - 1, rows)
+    return metrics | _staleness(manifest.step - 1, fresh)
 
 
 def packing_metrics(micro_batches: Sequence[MicroBatch], rows: Sequence[Trajectory]) -> dict[str, float]:

@@ -4,27 +4,28 @@ Letters: N rows of the whole batch, B rows of a micro-batch, T padded length.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from flashflow.algorithms.losses import Denominators, LossResult, Stat, policy_loss
-from flashflow.algorithms.settings import LossConfig
+from flashflow.algorithms.losses import Denominators, Stat
 from flashflow.algorithms.stats import merge_metrics
 from flashflow.errors import ContractError
 from flashflow.packing import MicroBatch, pack, share
 from flashflow.records import Trajectory
-from flashflow.trainers.batch import Consumed, TokenBatch, gradient_rows, token_batch
-from flashflow.trainers.logprobs import TokenScorer
+from flashflow.trainers.batch import TokenBatch, token_batch
+from flashflow.trainers.objectives import MicroLoss, Objective
 from flashflow.trainers.sharding import reshard
 
 
 class StepOutcome(NamedTuple):
-    """Of one optimizer step, all ranks together."""
+    """Of the passes of one optimizer step, all ranks together."""
 
-    loss: float
+    losses: dict[str, float]
+    """By the names of MicroLoss.parts."""
     metrics: dict[str, Stat]
     plan: list[MicroBatch]
 
@@ -38,41 +39,51 @@ class Passes:
         self._version, self._max_tokens, self._device = version, max_tokens, device
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
 
-    def train(
-        self, scorer: TokenScorer, config: LossConfig, consumed: Consumed, reference_NT: torch.Tensor | None
-    ) -> StepOutcome:
-        """Adds the batch's gradient to the parameters'. Rows that cannot have any are only measured: a third of the
-        work."""
+    def train(self, objective: Objective, rows: Iterable[int], denominators: Denominators) -> StepOutcome:
+        """Adds the gradient of one optimizer step to the parameters'. Rows that cannot have any are only measured: a
+        third of the work.
+
+        rows: the step's that count. denominators: the step's, over all ranks.
+        """
         # FSDP takes the mean of the ranks' gradients, where the loss wants their sum.
-        denominators = Denominators(consumed.num_tokens, consumed.num_sequences).per_rank(self._num_ranks)
-        with_gradient = gradient_rows(config, consumed)
-        without = set(consumed.counted_rows).difference(with_gradient)
-        plans = {True: self._plan(with_gradient), False: self._plan(without)}
-        losses: list[float] = []
+        per_rank = denominators.per_rank(self._num_ranks)
+        may_have = set(objective.gradient_rows())
+        counted = list(rows)
+        plans = {
+            True: self._plan(row for row in counted if row in may_have),
+            False: self._plan(row for row in counted if row not in may_have),
+        }
+        losses: dict[str, list[float]] = {}
         metrics: dict[str, Stat] = {}
         for trains, plan in plans.items():
             for batch in self._batches(plan):
                 with torch.set_grad_enabled(trains):
-                    result = self._loss(scorer, config, consumed, reference_NT, denominators, batch)
+                    result = self._named(objective, batch, per_rank)
                 if trains:
-                    result.loss.backward()  # type: ignore[no-untyped-call]
-                losses.append(result.loss.item())
+                    result.total.backward()  # type: ignore[no-untyped-call]
+                for name, part in result.parts.items():
+                    losses.setdefault(name, []).append(part.item())
                 metrics = merge_metrics([metrics, result.metrics])
-        reshard(scorer)
-        return self._over_ranks(math.fsum(losses) / self._num_ranks, metrics, plans[True] + plans[False])
+        for module in objective.modules:
+            reshard(module)
+        sums = {name: math.fsum(parts) / self._num_ranks for name, parts in losses.items()}
+        return self._over_ranks(sums, metrics, plans[True] + plans[False])
 
-    def score(self, scorer: TokenScorer, rows: Iterable[int]) -> torch.Tensor:
-        """Log-probabilities [N, longest row] at the sampling temperature, no gradient; 0 outside the mask and for rows
-        not named."""
+    def score(
+        self, compute: Callable[[TokenBatch], torch.Tensor], rows: Iterable[int], *modules: nn.Module
+    ) -> torch.Tensor:
+        """What `compute` gives for each micro-batch [B, T], which is 0 outside the mask, as [N, longest row]; no
+        gradient; 0 for rows not named. modules: the sharded roots that `compute` runs."""
         shape = (len(self.rows), max((row.num_tokens for row in self.rows), default=0))
         whole_NT = torch.zeros(shape, device=self._device)
         with torch.no_grad():
             for batch in self._batches(self._plan(rows)):
-                logprobs_BT, _ = scorer(batch.tokens_BT, batch.mask_BT)
-                length = min(shape[1], logprobs_BT.shape[1])
+                scores_BT = compute(batch)
+                length = min(shape[1], scores_BT.shape[1])
                 # Added, for a row may come again in an idle pass, all masked out.
-                whole_NT[list(batch.rows), :length] += logprobs_BT[:, :length]
-        reshard(scorer)
+                whole_NT[list(batch.rows), :length] += scores_BT[:, :length]
+        for module in modules:
+            reshard(module)
         if self._num_ranks > 1:
             dist.all_reduce(whole_NT)
         return whole_NT
@@ -86,36 +97,26 @@ class Passes:
         for micro_batch in share(plan, self._rank, self._num_ranks):
             yield token_batch(self.rows, micro_batch, self._version, self._device)
 
-    def _loss(
-        self, scorer: TokenScorer, config: LossConfig, consumed: Consumed, reference_NT: torch.Tensor | None,
-        denominators: Denominators, batch: TokenBatch,
-    ) -> LossResult:  # fmt: skip
-        logprobs_BT, entropies_BT = scorer(
-            batch.tokens_BT, batch.mask_BT, entropy_gradient=config.entropy_coefficient > 0
-        )
+    def _named(self, objective: Objective, batch: TokenBatch, denominators: Denominators) -> MicroLoss:
         try:
-            return policy_loss(
-                config,
-                logprobs=logprobs_BT,
-                # One optimizer step a batch: before it, the trainer's own log-probabilities are these.
-                prox_logprobs=logprobs_BT.detach(),
-                behaviour_logprobs=batch.behaviour_BT,
-                advantages=batch.select(consumed.advantages_NT),
-                mask=batch.mask_BT,
-                ref_logprobs=None if reference_NT is None else batch.select(reference_NT),
-                rewards=consumed.rewards_N[list(batch.rows)].to(self._device),
-                denominators=denominators,
-                entropy=entropies_BT,
-                lags=batch.lags_BT,
-            )
+            return objective(batch, denominators)
         except ContractError as error:
             names = ", ".join(f"{place}: {self.rows[row].sample}" for place, row in enumerate(batch.rows))
             raise ContractError(f"{error} (batch {self._version + 1}; the sequences are {names})") from error
 
-    def _over_ranks(self, loss: float, metrics: dict[str, Stat], plan: list[MicroBatch]) -> StepOutcome:
+    def _over_ranks(self, losses: dict[str, float], metrics: dict[str, Stat], plan: list[MicroBatch]) -> StepOutcome:
         if self._num_ranks == 1:
-            return StepOutcome(loss, metrics, plan)
-        parts: list[tuple[float, dict[str, Stat]] | None] = [None] * self._num_ranks
-        dist.all_gather_object(parts, (loss, metrics))
+            return StepOutcome(losses, metrics, plan)
+        parts: list[tuple[dict[str, float], dict[str, Stat]] | None] = [None] * self._num_ranks
+        dist.all_gather_object(parts, (losses, metrics))
         present = [part for part in parts if part is not None]
-        return StepOutcome(math.fsum(part[0] for part in present), merge_metrics(part[1] for part in present), plan)
+        return StepOutcome(added(part[0] for part in present), merge_metrics(part[1] for part in present), plan)
+
+
+def added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Sums by name."""
+    values: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            values.setdefault(name, []).append(value)
+    return {name: math.fsum(each) for name, each in values.items()}

@@ -1,4 +1,4 @@
-"""The learning rate, a pure function of the step: nothing to save, nothing to restore."""
+"""The learning rate, a pure function of the batch: nothing to save, nothing to restore."""
 
 import math
 
@@ -6,7 +6,7 @@ from flashflow.config.sections import OptimizerSection
 
 
 def learning_rate(section: OptimizerSection, step: int, num_steps: int) -> float:
-    """Of optimizer step `step`, from 1 to `num_steps`.
+    """Of batch `step`, from 1 to `num_steps`; all optimizer steps of a batch have the same.
 
     Warm-up rises linearly, step / warmup_steps of `lr`, and reaches it at step `warmup_steps`. From there `decay` leads
     down to `min_lr_fraction` of it at the last step; steps beyond stay there.

@@ -1,9 +1,10 @@
-"""Model, optimizer and random states to and from a checkpoint folder, through torch.distributed.checkpoint.
+"""Models, optimizers and random states to and from a checkpoint folder, through torch.distributed.checkpoint.
 
 Every rank writes and reads its shards; a checkpoint of one number of ranks loads onto another.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint import filesystem, state_dict_loader, state_di
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
+MODEL, OPTIMIZER, CRITIC, RANDOM = "model", "optimizer", "critic", "random"
 
 
 def describe_parameters(model: nn.Module) -> dict[str, str]:
@@ -23,18 +24,23 @@ def describe_parameters(model: nn.Module) -> dict[str, str]:
     }
 
 
-def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+Part = tuple[nn.Module, torch.optim.Optimizer]
+"""A module and the optimizer of its parameters."""
+
+
+def save_state(folder: Path, policy: Part, critic: Part | None = None) -> None:
     """A collective of all ranks; files are flushed to the disk."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {MODEL: model_state, OPTIMIZER: optimizer_state, RANDOM: _random_states()}
+    state = {**_states(policy, critic), RANDOM: _random_states()}
     state_dict_saver.save(state, storage_writer=filesystem.FileSystemWriter(folder, sync_files=True))
 
 
-def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_state(folder: Path, policy: Part, critic: Part | None = None) -> None:
     """In place; a collective of all ranks."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state_dict_loader.load({MODEL: model_state, OPTIMIZER: optimizer_state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    states = _states(policy, critic)
+    state_dict_loader.load(states, checkpoint_id=folder)
+    _restore(policy, states)
+    if critic is not None:
+        _restore(critic, states[CRITIC])
     random_states = _random_states()
     # Partial: the checkpoint may come from fewer ranks, or from a machine without accelerators.
     state_dict_loader.load(
@@ -42,6 +48,17 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     )
     for name, random_state in random_states.items():
         _set_random_state(name, random_state)
+
+
+def _states(policy: Part, critic: Part | None) -> dict[str, Any]:
+    states: dict[str, Any] = dict(zip((MODEL, OPTIMIZER), get_state_dict(*policy), strict=True))
+    if critic is not None:
+        states[CRITIC] = dict(zip((MODEL, OPTIMIZER), get_state_dict(*critic), strict=True))
+    return states
+
+
+def _restore(part: Part, states: dict[str, Any]) -> None:
+    set_state_dict(*part, model_state_dict=states[MODEL], optim_state_dict=states[OPTIMIZER])
 
 
 def _random_states() -> dict[str, torch.Tensor]:

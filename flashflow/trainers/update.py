@@ -14,8 +14,11 @@ from flashflow.trainers.sharding import full
 class Updater:
     """AdamW (Loshchilov and Hutter, 1711.05101) over the parameters of one module, sharded or not."""
 
-    def __init__(self, module: nn.Module, section: OptimizerSection, num_steps: int) -> None:
-        self._section, self._num_steps = section, num_steps
+    def __init__(
+        self, module: nn.Module, section: OptimizerSection, num_steps: int, *, name: str = "optimizer"
+    ) -> None:
+        """num_steps: batches of the run. name: of the section, for messages."""
+        self._section, self._num_steps, self._name = section, num_steps, name
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self._parameters,
@@ -30,7 +33,7 @@ class Updater:
         self.skipped_total = 0
 
     def apply(self, step: int) -> tuple[float, float]:
-        """Uses up the gradients. step: from 1. Returns (gradient norm before clipping, learning rate).
+        """Uses up the gradients. step: of the batch, from 1. Returns (gradient norm before clipping, learning rate).
 
         A gradient that is not finite leaves weights and moments untouched and is counted; raises BudgetError past
         `max_skipped_steps` in a row.
@@ -75,6 +78,6 @@ class Updater:
             self.optimizer.zero_grad(set_to_none=True)
             raise BudgetError(
                 f"step {step}: the gradient was not finite {self.skipped_in_row} times in a row "
-                f"(optimizer.max_skipped_steps: {self._section.max_skipped_steps}); lower optimizer.lr, "
+                f"({self._name}.max_skipped_steps: {self._section.max_skipped_steps}); lower {self._name}.lr, "
                 "or look for diverging log-probabilities in the metrics"
             )

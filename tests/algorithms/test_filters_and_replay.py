@@ -8,13 +8,15 @@ import pytest
 from flashflow.algorithms.filters import (
     check_failed_fraction,
     check_filtered_fraction,
+    keeps,
     select_groups,
+    too_many,
     within_mean,
     zero_variance,
 )
 from flashflow.algorithms.replay import ReplayBuffer, ReplayGroup, fill, worth_keeping
 from flashflow.algorithms.rewards import overlong_penalty
-from flashflow.algorithms.settings import ReplayConfig
+from flashflow.algorithms.settings import FilterConfig, ReplayConfig
 from flashflow.errors import BudgetError, ConfigError
 
 
@@ -48,16 +50,55 @@ def test_the_bounds_of_the_mean_filter_are_exclusive():
     assert within_mean([1, 0, None], 0.4, 0.6)
 
 
-def test_too_many_filtered_groups_name_the_reward_function():
-    check_filtered_fraction(num_filtered=9, num_seen=10, max_fraction=0.9, reward_name="exact")
-    with pytest.raises(BudgetError, match=r"10 of 10 groups .* max_filtered_fraction = 0\.9: reward exact"):
-        check_filtered_fraction(num_filtered=10, num_seen=10, max_fraction=0.9, reward_name="exact")
+@pytest.mark.parametrize(
+    ("num_lost", "num_kept", "batch_groups", "max_fraction", "stops"),
+    [
+        # A batch of 20 may cost 20 x 0.75 / 0.25 = 60 lost groups, however few are kept.
+        (60, 0, 20, 0.75, False),
+        (61, 0, 20, 0.75, True),
+        (61, 20, 20, 0.75, True),
+        # Of 40 groups kept, 120 make three quarters of all.
+        (120, 40, 20, 0.75, False),
+        (121, 40, 20, 0.75, True),
+        # A batch of one counts as 16.
+        (48, 0, 1, 0.75, False),
+        (49, 0, 1, 0.75, True),
+        (1, 0, 1, 0.0, True),
+        (0, 0, 1, 0.0, False),
+    ],
+)
+def test_lost_groups_are_too_many_past_their_share_of_at_least_a_batch(
+    num_lost, num_kept, batch_groups, max_fraction, stops
+):
+    found = too_many(num_lost=num_lost, num_kept=num_kept, batch_groups=batch_groups, max_fraction=max_fraction)
+    assert found is stops
+
+
+def test_too_many_filtered_groups_name_the_share_and_the_reward_function():
+    check_filtered_fraction(num_filtered=180, num_kept=0, batch_groups=20, max_fraction=0.9, reward_name="exact")
+    with pytest.raises(BudgetError, match=r"181 groups of 183, .*max_filtered_fraction = 0\.9 .* 20 .*: reward exact"):
+        check_filtered_fraction(num_filtered=181, num_kept=2, batch_groups=20, max_fraction=0.9, reward_name="exact")
 
 
 def test_too_many_failures_stop_the_run():
-    check_failed_fraction(num_failed=2, num_samples=4, max_fraction=0.5)
-    with pytest.raises(BudgetError, match=r"3 of 4 samples failed, more than max_failed_fraction = 0\.5"):
-        check_failed_fraction(num_failed=3, num_samples=4, max_fraction=0.5)
+    check_failed_fraction(num_failed=20, num_kept=0, batch_groups=20, max_fraction=0.5)
+    with pytest.raises(BudgetError, match=r"failures cost 21 groups of 21, more than .*max_failed_fraction = 0\.5"):
+        check_failed_fraction(num_failed=21, num_kept=0, batch_groups=20, max_fraction=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [True, True, True]),
+        ({"dynamic": True}, [True, False, True]),
+        ({"mean_upper": 0.9}, [True, False, True]),
+        ({"mean_lower": 0.5}, [False, True, True]),
+        ({"dynamic": True, "mean_lower": 0.5}, [False, False, True]),
+    ],
+)
+def test_a_group_is_kept_iff_every_filter_keeps_it(options, kept):
+    groups = [[0, 1], [1, 1], [1, 1, 0, None]]
+    assert [keeps(FilterConfig(**options), rewards) for rewards in groups] == kept
 
 
 @pytest.mark.parametrize(
@@ -146,3 +187,9 @@ def test_groups_without_signal_are_replaced_and_the_batch_is_stored_after_the_dr
     assert [g.group for g in trained] == [1, 11, 12]
     assert [g.group for g in after.groups] == [1, 11]
     assert buffer.groups == (stored,)
+
+
+def test_a_group_without_signal_is_not_stored_whatever_the_thresholds():
+    config = ReplayConfig(min_std=0, min_mean=-1)
+    after, _ = fill(ReplayBuffer[str](config), [group(1, 1, 1 + 5e-7), group(2, 0, 1)], version=0, key=0)
+    assert [g.group for g in after.groups] == [2]

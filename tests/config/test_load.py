@@ -26,6 +26,8 @@ batch:
   groups: 6
 """
 
+PPO = ["algorithm.preset=ppo"]
+
 
 @pytest.fixture
 def config_file(tmp_path):
@@ -170,6 +172,18 @@ def test_bad_yaml_and_a_missing_file_are_config_mistakes(config_file, tmp_path):
         (["network.long_poll_s=60"], ["network.long_poll_s: 60.0", "network.call_deadline_s 60.0"]),
         (["rollout.turn_deadline_s=601"], ["rollout.turn_deadline_s: 601.0", "rollout.trajectory_deadline_s 600.0"]),
         (["rollout.group_size=1"], ["algorithm.estimator: grpo", "rollout.group_size = 1"]),
+        (["optimizer.min_lr_fraction=0.5"], ["optimizer.min_lr_fraction: 0.5", "optimizer.decay constant"]),
+        (["batch.optimizer_steps=4"], ["batch.optimizer_steps: 4", "batch.groups 6"]),
+        (["critic.kind=value_head"], ["critic: value_head", "algorithm.estimator grpo"]),
+        (["critic={}"], ["critic: value_head", "algorithm.estimator grpo"]),
+        ([*PPO, "critic.warmup_steps=100"], ["critic.warmup_steps: 100", "run.steps 100"]),
+        ([*PPO, "critic.min_lr_fraction=0.5"], ["critic.min_lr_fraction: 0.5", "critic.decay constant"]),
+        ([*PPO, "critic.path=org/name"], ["critic.path: 'org/name'", "critic.kind value_head"]),
+        (
+            [*PPO, "critic.kind=model", "critic.loss_coefficient=0.5"],
+            ["critic.loss_coefficient: 0.5", "critic.kind model"],
+        ),
+        ([*PPO, "critic.kind=model", "critic.path=./nowhere"], ["critic.path: './nowhere'", "no folder"]),
         (["model.path=builtin:large"], ["model.path: 'builtin:large'", "builtin:quickstart"]),
         (["model.path=./nowhere"], ["model.path: './nowhere'", "no folder"]),
     ],
@@ -177,6 +191,26 @@ def test_bad_yaml_and_a_missing_file_are_config_mistakes(config_file, tmp_path):
 def test_a_contradiction_names_both_fields_and_both_values(config_file, overrides, names):
     mistake = only(config_file(), *overrides)
     assert [name for name in names if name not in mistake] == []
+
+
+def test_a_critic_may_be_left_out_and_stays_left_out_in_the_dumped_config(config_file, tmp_path):
+    again = tmp_path / "again.yaml"
+    for overrides, kind in ([], None), (PPO, None), ([*PPO, "critic.kind=model"], "model"), ([*PPO, "critic="], None):
+        config = load_config(config_file(), overrides)
+        assert (config.critic and config.critic.kind) == kind
+        again.write_text(dump_config(config))
+        assert load_config(again) == config
+
+
+def test_a_mistake_in_the_critic_is_named_like_any_other(config_file):
+    assert mistakes(config_file(), *PPO, "critic.lr=-1", "critic.knd=model", "critic.kind=tree") == [
+        "critic.lr: -1 must be at least 0.0 (command line)",
+        "critic.kind: 'tree' must be 'value_head' or 'model' (command line)",
+        "critic.knd: 'model' is given to an unknown key; did you mean critic.kind? (command line)",
+    ]
+    assert mistakes(config_file(), "algorithm.preset=grppo", "critic={}") == [
+        "algorithm.preset: unknown preset 'grppo': did you mean 'grpo'? (command line)"
+    ]
 
 
 def test_rules_run_on_right_sections_beside_wrong_ones(config_file):
@@ -216,7 +250,7 @@ def test_looking_for_a_reward_executes_nothing(config_file, tmp_path):
 
 def test_data_files_must_exist_and_evaluation_needs_its_own(tmp_path):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("{}\n")
+    rows.write_text('{"prompt": "x"}\n')
     config = tmp_path / "config.yaml"
     config.write_text(
         "model: {path: org/name}\n"
@@ -240,11 +274,31 @@ def test_data_files_must_exist_and_evaluation_needs_its_own(tmp_path):
         (["model.dtype=bfloat16", "model.device=cpu"], "model.dtype: bfloat16"),
         (["run.runtime=in_process", "placement.max_restarts=1"], "placement.max_restarts: 1"),
         (["checkpoint.every_steps=0"], "checkpoint.every_steps: 0"),
+        (["checkpoint.every_steps=0"], "the journal on disk and the ledger in memory grow until the end"),
+        (["rollout.concurrency=65", "engine.slots=8"], "rollout.concurrency: 65"),
+        (["rollout.concurrency=33", "placement.env=4", "engine.slots=8", "placement.engine=2"], "placement.env 4 is"),
+        (["network.interface=8.8.8.8"], "network.interface: 8.8.8.8 is a public address"),
+        (["network.interface='2001:4860:4860::8888'"], "is a public address"),
+        (["network.interface=192.0.2.7"], "network.interface: 192.0.2.7 is no address of an interface of this host"),
+        (["network.interface=localhost"], "network.interface: localhost is no address"),
     ],
 )
 def test_what_has_a_price_is_said(config_file, overrides, says):
     found = cautions(load_config(config_file(), overrides))
     assert [caution for caution in found if says in caution] != []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unsaid"),
+    [
+        (["rollout.concurrency=64", "engine.slots=8"], "rollout.concurrency"),  # 8 x 8
+        (["network.interface=10.255.255.254"], "public"),
+        (["network.interface='fd00::1'"], "public"),
+        (["network.interface=localhost"], "public"),
+    ],
+)
+def test_what_has_no_price_is_not_said(config_file, overrides, unsaid):
+    assert [caution for caution in cautions(load_config(config_file(), overrides)) if unsaid in caution] == []
 
 
 def test_the_defaults_are_the_unbiased_mode(config_file):
@@ -271,6 +325,12 @@ def test_every_field_says_what_it_is():
 def test_a_loss_of_ones_own_must_be_defined(config_file):
     found = mistakes(config_file(), "algorithm.loss=flashflow.algorithms.losses:no_such_loss")
     assert any(mistake.startswith("algorithm.loss: ") and "defines no no_such_loss" in mistake for mistake in found)
+
+
+def test_a_loss_of_ones_own_may_stand_in_a_file(config_file, tmp_path):
+    (tmp_path / "my_loss.py").write_text("def half(terms):\n    return -terms.advantages * terms.logp / 2\n")
+    load_config(config_file(), [f"algorithm.loss={tmp_path}/my_loss.py:half"])
+    assert "defines no hlaf" in only(config_file(), f"algorithm.loss={tmp_path}/my_loss.py:hlaf")
 
 
 plain_values = st.recursive(

@@ -2,7 +2,6 @@
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from flashflow.clock import LoopClock
@@ -14,137 +13,25 @@ from flashflow.config.sections import (
     RolloutSection,
     RunSection,
 )
-from flashflow.errors import BudgetError, ContractError, DeadlineError
-from flashflow.journal import in_place
+from flashflow.errors import BudgetError, ContractError
 from flashflow.messages import (
     Ack,
     AcquireLease,
-    AttemptFailed,
     Checkpointed,
-    Commit,
     Evaluate,
     FetchRows,
     Finish,
     JournalStatus,
     JournalStatusRequest,
-    Lease,
     NextBatch,
     NoLease,
     ServingVersion,
 )
-from flashflow.records import SampleId, Task, Trajectory
+from flashflow.records import SampleId, Task
 from flashflow.roles.bookkeeper import rng_key
 from flashflow.roles.buffer import Buffer
-from flashflow.simulate.clock import run_virtual
 from flashflow.transport.channel import Peer
-
-ENV, OTHER_ENV = Peer("env", 0, 0), Peer("env", 1, 0)
-CONTROLLER = Peer("controller", 0, 0, generation=1)
-LONG_POLL_S = 5.0
-
-
-class Tasks:
-    """`size` training tasks and ten held-out ones."""
-
-    def __init__(self, size: int = 10**9) -> None:
-        self.size = size
-
-    def task(self, cursor: int) -> Task | None:
-        return Task(cursor=cursor, row={"prompt": f"train {cursor}"}) if cursor < self.size else None
-
-    def eval_tasks(self, count: int) -> list[Task]:
-        return [Task(cursor=index, row={"prompt": f"held out {index}"}) for index in range(count)]
-
-
-async def ignore(message):
-    raise AssertionError(f"the buffer streams nothing, but sent {message}")
-
-
-class Fleet:
-    """Talks to one buffer as envs and as the controller."""
-
-    def __init__(self, buffer):
-        self.buffer = buffer
-
-    async def ask(self, message, peer=CONTROLLER):
-        return await self.buffer.handle(message, peer, ignore)
-
-    async def lease(self, peer=ENV):
-        lease = await self.ask(AcquireLease(), peer)
-        assert isinstance(lease, Lease), lease
-        return lease
-
-    async def commit(self, lease, peer=ENV, *, version=None, reward=1.0, sampled=3):
-        if version is None:
-            version = lease.min_version
-        trajectory = Trajectory(
-            sample=lease.sample,
-            tokens=np.arange(2 + sampled, dtype=np.int32) + lease.task.cursor,
-            mask=np.array([0, 0] + [1] * sampled, np.uint8),
-            logprobs=np.full(2 + sampled, -1.0, np.float32),
-            versions=np.array([-1, -1] + [version] * sampled, np.int32),
-            num_turns=1,
-            outcome="completed" if reward is not None else "failed",
-            reward=reward,
-            reward_components={},
-            finish_reason="stop",
-            seconds=1.0,
-        )
-        commit = Commit(lease_epoch=lease.lease_epoch, purpose=lease.purpose, trajectory=trajectory)
-        return (await self.ask(commit, peer)).status
-
-    async def fail(self, lease, peer=ENV):
-        failed = AttemptFailed(
-            sample=lease.sample,
-            lease_epoch=lease.lease_epoch,
-            purpose=lease.purpose,
-            reason="the game crashed",
-            traceback="Traceback: GameError",
-        )
-        return (await self.ask(failed, peer)).status
-
-    async def serve(self, version):
-        assert await self.ask(ServingVersion(version=version)) == Ack()
-
-    async def roll_out(self, count, **options):
-        """Leases and commits `count` samples."""
-        leases = [await self.lease() for _ in range(count)]
-        for lease in leases:
-            assert await self.commit(lease, **options) == "accepted"
-
-    async def batch(self, step):
-        reply = await self.ask(NextBatch(step=step))
-        assert reply.manifest is not None, reply
-        return reply.manifest
-
-
-def make_buffer(folder, *, tasks=None, alpha=0.0, group_size=2, groups=2, problems=3, seed=5, **rollout):
-    return Buffer(
-        run=RunSection(seed=seed),
-        rollout=RolloutSection(group_size=group_size, alpha=alpha, **rollout),
-        batch=BatchSection(groups=groups),
-        journal=JournalSection(segment_bytes=1000),
-        evaluation=EvalSection(problems=problems, deadline_s=60),
-        network=NetworkSection(long_poll_s=LONG_POLL_S),
-        tasks=tasks or Tasks(),
-        folder=folder,
-        clock=LoopClock(),
-        offload=in_place,
-    )
-
-
-def run(folder, scenario, **options):
-    """Plays `scenario(fleet)` against a buffer in `folder`, on virtual time; closes the buffer."""
-
-    async def play():
-        buffer = make_buffer(folder, **options)
-        await buffer.start()
-        try:
-            return await scenario(Fleet(buffer))
-        finally:
-            await buffer.close()
-
-    return run_virtual(play())
+from tests.roles.buffer_fleet import CONTROLLER, ENV, LONG_POLL_S, OTHER_ENV, Fleet, Tasks, run
 
 
 def test_a_lease_waits_for_the_first_version_and_comes_as_soon_as_it_is_served(tmp_path):
@@ -164,7 +51,7 @@ def test_a_lease_waits_for_the_first_version_and_comes_as_soon_as_it_is_served(t
 def test_without_a_lease_the_reason_comes_after_the_long_poll(tmp_path):
     async def scenario(fleet):
         reply = await fleet.ask(AcquireLease(), ENV)
-        assert reply == NoLease(reason="admission is closed until a first version is served")
+        assert reply == NoLease(reason="no version is served yet")
         assert asyncio.get_running_loop().time() == pytest.approx(LONG_POLL_S)
         await fleet.serve(0)
         await fleet.roll_out(4)
@@ -306,6 +193,10 @@ def test_the_next_process_keeps_commits_gives_leases_out_again_and_goes_on_in_th
 
     async def second(fleet):
         assert await fleet.commit(held[0]) == "superseded"
+        idle = await fleet.ask(AcquireLease(), ENV)  # the journal names a version, but its engines may be gone
+        assert isinstance(idle, NoLease)
+        assert idle.reason == "no version is served yet"
+        await fleet.serve(0)
         leases = [await fleet.lease() for _ in range(3)]
         assert [lease.sample for lease in leases] == [SampleId(0, 1), SampleId(1, 0), SampleId(1, 1)]
         assert [lease.task.cursor for lease in leases] == [0, 1, 1]
@@ -436,6 +327,7 @@ def test_a_group_whose_every_member_breaks_stops_the_run_with_the_last_traceback
     run(tmp_path, scenario, max_attempts=1)
 
     async def resumed(fleet):
+        await fleet.serve(0)
         await fleet.roll_out(4)
         assert [row.sample.group for row in (await fleet.batch(1)).rows] == [1, 1, 2, 2]
 
@@ -579,7 +471,11 @@ def test_an_evaluation_goes_before_training_pins_its_version_and_never_enters_th
         assert (await fleet.lease()).purpose == "train"
         assert await fleet.commit(leases[0], reward=1.0, sampled=2) == "accepted"
         assert await fleet.commit(leases[0], reward=1.0, sampled=2) == "duplicate"
-        assert await fleet.fail(leases[1]) == "accepted"
+        for attempt in range(1, 4):  # rollout.max_attempts
+            assert await fleet.fail(leases[1]) == "accepted"
+            if attempt < 3:
+                leases[1] = await fleet.lease()
+                assert (leases[1].purpose, leases[1].task.row["prompt"]) == ("eval", "held out 1")
         assert not evaluating.done()
         assert await fleet.commit(leases[2], reward=0.5, sampled=4) == "accepted"
         reply = await evaluating
@@ -614,8 +510,8 @@ def test_an_evaluation_past_its_deadline_names_how_many_are_missing(tmp_path):
         await asyncio.sleep(1)
         late = await fleet.lease()
         await fleet.commit(await fleet.lease())
-        with pytest.raises(DeadlineError, match=r"version 0: 2 of 3 problems missing after evaluation.deadline_s 60"):
-            await evaluating
+        reply = await evaluating
+        assert (reply.num_missing, reply.num_problems) == (2, 3)
         assert await fleet.commit(late) == "superseded"
         assert isinstance(await fleet.ask(AcquireLease(), ENV), NoLease)
 

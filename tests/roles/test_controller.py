@@ -47,6 +47,7 @@ class World:
     def __init__(self, *, batches: int = 1000, trained: int = 0, last_manifest: int = 0) -> None:
         self.log: list[str] = []
         self.records: list[dict] = []
+        self.evaluations: set[int] = set()
         self.notes: list[str] = []
         self.step_now = trained
         self.last_manifest = last_manifest
@@ -63,7 +64,7 @@ class World:
     async def call(self, message, reply, *, deadline_s):
         match message:
             case JournalStatusRequest():
-                return JournalStatus(last_manifest=self.last_manifest, counts={})
+                return JournalStatus(last_manifest=self.last_manifest, counts={}, tokens_wasted=0)
             case NextBatch(step=step):
                 return await self._next_batch(step)
             case Update(weights=weights):
@@ -72,13 +73,20 @@ class World:
                 self.log.append(f"update {weights.version}")
                 return Serving(version=weights.version, engines=["engine-0"])
             case ServingVersion(version=version):
-                self.log.append(f"serving {version}")
+                if f"serving {version}" not in self.log:  # it is repeated for a buffer that may be new
+                    self.log.append(f"serving {version}")
             case Evaluate(version=version):
                 self.eval_started.set()
                 await self.eval_gate.wait()
                 self.log.append(f"evaluated {version}")
                 return EvalReply(
-                    version=version, num_problems=1, accuracy=0.5, mean_response_tokens=1.0, num_failed=0, seconds=0.1
+                    version=version,
+                    num_problems=1,
+                    accuracy=0.5,
+                    mean_response_tokens=1.0,
+                    num_failed=0,
+                    num_missing=0,
+                    seconds=0.1,
                 )
             case EngineStatusRequest():
                 return EngineStatus(
@@ -120,7 +128,11 @@ class World:
     def step(self, record: dict) -> None:
         self.records.append(record)
 
-    def evaluation(self, version: int, accuracy: float, seconds: float) -> None: ...
+    def evaluation(self, reply: EvalReply) -> None:
+        self.evaluations.add(reply.version)
+
+    def evaluated(self, version: int) -> bool:
+        return version in self.evaluations
 
     def note(self, text: str) -> None:
         self.notes.append(text)

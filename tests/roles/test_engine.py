@@ -14,7 +14,7 @@ import torch
 from flashflow.clock import LoopClock
 from flashflow.config.sections import NetworkSection, TorchEngineSection
 from flashflow.engines.base import Engine, Sampled
-from flashflow.errors import ContractError, DeadlineError, WeightsError
+from flashflow.errors import ContractError, DeadlineError, NotServing, WeightsError
 from flashflow.messages import (
     Abort,
     Ack,
@@ -278,7 +278,7 @@ def test_a_request_for_other_weights_is_refused(changes, message):
     async def test():
         engine = CountingEngine()
         role = role_of(engine)
-        with pytest.raises(ContractError, match=message):
+        with pytest.raises(NotServing, match=message):
             await role.handle(request("r", [5], 3, **changes), PROXY, nowhere)
         assert engine.num_running == 0
 

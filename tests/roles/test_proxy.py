@@ -115,7 +115,8 @@ class FakeEngine:
 
 async def proxy_of(*engines: FakeEngine) -> ProxyRole:
     ends = {f"engine-{index}": engine for index, engine in enumerate(engines)}
-    proxy = ProxyRole(engines=ends, rollout=RolloutSection(), network=NetworkSection(), clock=LoopClock())
+    network = NetworkSection(startup_deadline_s=0.2)
+    proxy = ProxyRole(engines=ends, rollout=RolloutSection(), network=network, clock=LoopClock())
     await proxy.start()
     return proxy
 

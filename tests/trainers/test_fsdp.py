@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from plain_training import PlainAdamW, assert_same_bits, assert_weights_close, plain_logprobs
 from trainer_cases import Batch, make_batch, make_manifest, make_model, make_trajectory, weights_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
@@ -26,16 +27,6 @@ replace = msgspec.structs.replace
 
 
 # ---- an independent implementation: one sequence at a time, no padding, no chunks, AdamW from its paper
-
-
-def plain_logprobs(model: Any, row: Trajectory, temperature: float) -> torch.Tensor:
-    """[number of sampled tokens]; transformers' own forward with its own causal mask."""
-    tokens = torch.from_numpy(row.tokens.astype(np.int64))
-    logits = model(input_ids=tokens[None]).logits[0] / temperature
-    logits = logits - logits.max(dim=-1, keepdim=True).values
-    everything = logits - logits.exp().sum(dim=-1, keepdim=True).log()
-    sampled = np.flatnonzero(row.mask)
-    return torch.stack([everything[place - 1, tokens[place]] for place in sampled])
 
 
 def plain_grpo_loss(model: Any, rows: list[Trajectory], temperature: float, cap: float | None) -> torch.Tensor:
@@ -59,30 +50,6 @@ def plain_grpo_loss(model: Any, rows: list[Trajectory], temperature: float, cap:
     return total / counted
 
 
-class PlainAdamW:
-    """Algorithm 2 of 1711.05101, with the gradient clipped to a norm first."""
-
-    def __init__(self, model: Any, section: OptimizerSection) -> None:
-        self.parameters, self.section, self.time = list(model.parameters()), section, 0
-        self.first = [torch.zeros_like(parameter) for parameter in self.parameters]
-        self.second = [torch.zeros_like(parameter) for parameter in self.parameters]
-
-    @torch.no_grad()
-    def step(self, gradients: tuple[torch.Tensor, ...]) -> float:
-        self.time += 1
-        (beta1, beta2), section = self.section.betas, self.section
-        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
-        shrink = min(1.0, section.clip_norm / (norm + 1e-6))
-        for place, parameter in enumerate(self.parameters):
-            gradient = gradients[place] * shrink
-            self.first[place] = beta1 * self.first[place] + (1 - beta1) * gradient
-            self.second[place] = beta2 * self.second[place] + (1 - beta2) * gradient**2
-            mean = self.first[place] / (1 - beta1**self.time)
-            scale = (self.second[place] / (1 - beta2**self.time)).sqrt() + section.eps
-            parameter -= section.lr * (mean / scale + section.weight_decay * parameter)
-        return norm
-
-
 def plain_training(
     batches: list[Batch], section: OptimizerSection, *, temperature: float = 1.0, cap: float | None = 2.0, seed: int = 0
 ) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
@@ -94,16 +61,6 @@ def plain_training(
         norms.append(adamw.step(torch.autograd.grad(loss, list(model.parameters()))))
         losses.append(loss.item())
     return {name: tensor.detach().float() for name, tensor in model.named_parameters()}, losses, norms
-
-
-def assert_weights_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert list(found) == list(expected)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance, msg=name)
-
-
-def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
 SECTION = OptimizerSection(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_norm=0.5)
@@ -350,11 +307,6 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_bounded(make_train
         BudgetError, match=r"step 6: the gradient was not finite 3 times in a row .*max_skipped_steps: 2"
     ):
         trainer.train(*exploding(6))
-
-
-def test_a_critic_is_refused(make_trainer: MakeTrainer) -> None:
-    with pytest.raises(ConfigError, match="gae needs a critic"):
-        make_trainer(preset="ppo")
 
 
 def test_a_model_that_changes_its_logits_after_the_head_or_slides_its_window_is_refused() -> None:

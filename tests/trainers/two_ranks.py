@@ -1,4 +1,7 @@
-"""One rank of test_ranks.py: trains, saves, writes what an engine would get. Arguments: rank, ranks in all, folder."""
+"""One rank of test_ranks.py: trains, saves, writes what an engine would get.
+
+Arguments: rank, ranks in all, folder, case.
+"""
 
 import os
 import sys
@@ -10,19 +13,23 @@ import torch.distributed as dist
 from trainer_cases import Batch, make_batch, make_model, weights_of
 
 from flashflow.algorithms.presets import resolve
-from flashflow.config.sections import OptimizerSection
+from flashflow.config.sections import CriticSection, OptimizerSection
 from flashflow.trainers.fsdp import FsdpTrainer
 
 BUDGET = 200
 """Odd numbers of micro-batches: with two ranks one of them idles in the last round."""
 
 
-def make(run_id: str) -> FsdpTrainer:
-    advantage, loss = resolve("grpo", {"kl_coefficient": 0.05, "kl_placement": "reward"}, alpha=1.0)
+def make(run_id: str, case: str) -> FsdpTrainer:
+    """case: `one step`, `several steps`, or a kind of critic."""
+    preset = "grpo" if case.endswith("step") or case.endswith("steps") else "ppo"
+    advantage, loss = resolve(preset, {"kl_coefficient": 0.05, "kl_placement": "reward"}, alpha=1.0)
+    critic = CriticSection(kind=case, lr=1e-2, eps=1e-3) if preset == "ppo" else None  # type: ignore[arg-type]
     return FsdpTrainer(
         make_model(), run_id=run_id, advantage=advantage, loss=loss,
         optimizer=OptimizerSection(lr=1e-2, eps=1e-3, clip_norm=0.5), num_steps=10, micro_batch_tokens=BUDGET,
-        temperature=0.9, max_response_tokens=64,
+        temperature=0.9, max_response_tokens=64, critic=critic,
+        optimizer_steps=1 if case == "one step" else 2, epochs=1 if case == "one step" else 2,
     )  # fmt: skip
 
 
@@ -40,11 +47,11 @@ def run(trainer: FsdpTrainer, folder: Path) -> dict[str, object]:
     return {"metrics": [result.metrics for result in results], "weights": weights_of(trainer)}
 
 
-def main(rank: int, num_ranks: int, folder: Path) -> None:
+def main(rank: int, num_ranks: int, folder: Path, case: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(folder / "store"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    trainer = make(f"test-ranks-{os.getppid()}")
+    trainer = make(f"test-ranks-{os.getppid()}", case)
     outcome = run(trainer, folder)
     outcome["logprobs"] = trainer.logprobs(make_batch(3)[1])
     torch.save(outcome, folder / f"rank-{rank}.pt")
@@ -54,4 +61,4 @@ def main(rank: int, num_ranks: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,43 @@
+"""The layers below the head of a transformers causal LM: which are supported, and how they are run.
+
+Letters: B rows, T padded length, D width.
+"""
+
+from typing import Any
+
+import torch
+
+from flashflow.errors import ConfigError
+
+
+def prepare(model: Any) -> None:
+    """Attention kernel and mode for training, in place. Raises ConfigError on a model the fsdp trainer cannot run."""
+    model.set_attn_implementation("sdpa")
+    # Dropout would train another policy than the one that sampled.
+    model.eval()
+    config = model.config.get_text_config()
+    windowed = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
+    if windowed:
+        raise ConfigError(
+            [f"model.path: layers of kind {', '.join(sorted(windowed))}; the fsdp trainer needs full attention"]
+        )
+    if not hasattr(model.base_model, "layers"):
+        raise ConfigError([f"model.path: {type(model).__name__} keeps its layers elsewhere than in base_model.layers"])
+
+
+def width_of(model: Any) -> int:
+    """D of a causal LM."""
+    return int(model.config.get_text_config().hidden_size)
+
+
+def hidden_states(backbone: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """[B, T, D] after the last layer and its norm; tokens_BT int64, padded on the right."""
+    length = tokens_BT.shape[1]
+    # Explicit, because the kernel's own causal mode sums in another order than the engine's decode steps.
+    visible_TT = torch.ones(length, length, dtype=torch.bool, device=tokens_BT.device).tril()
+    positions_1T = torch.arange(length, device=tokens_BT.device)[None]
+    output = backbone(
+        input_ids=tokens_BT, attention_mask=visible_TT[None, None], position_ids=positions_1T, use_cache=False
+    )
+    hidden: torch.Tensor = output.last_hidden_state
+    return hidden
