@@ -33,6 +33,15 @@ def constant(completion, answer):
     return 1.0
 
 
+def stall(completion, answer):
+    import time
+
+    if not (flag := Path(__file__).with_name("stalled")).exists():
+        flag.touch()
+        time.sleep(8)
+    return scatter(completion, answer)
+
+
 def explode(completion, answer):
     if "sum" in answer or len(completion) >= 0:
         raise ZeroDivisionError("the reward function of the test blew up")

@@ -166,3 +166,15 @@ def test_in_one_process_a_reward_that_raises_is_one_message(tmp_path):
     assert ended.returncode == 1
     assert "ZeroDivisionError: the reward function of the test blew up" in ended.stderr
     assert ended.stderr.count("Traceback") == 1
+
+
+@pytest.mark.slow
+def test_when_nothing_moves_every_role_says_what_it_waits_for(tmp_path):
+    overrides = {"network.stall_report_s": 2, "run.steps": 2, "engine.batch_invariant": False}
+    ended = train(make_ring(tmp_path, reward="stall", overrides=overrides))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "no step done for 2 s (network.stall_report_s)" in ended.stdout
+    assert "controller: waits for batch 1; version 0 served" in ended.stdout
+    assert re.search(r"env-0: \d+ attempts, the oldest for", ended.stdout)
+    assert re.search(r"reward: \d+ calls, of which [1-9]\d* run", ended.stdout)
+    assert "trainer-0: at step 0, waits for the controller" in ended.stdout

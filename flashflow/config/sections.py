@@ -328,8 +328,8 @@ class NetworkSection(Section):
     """An idle peer asks for work again so often."""
     startup_deadline_s: PositiveFloat = 180.0
     """From the start of the processes until all are ready."""
-    shutdown_deadline_s: PositiveFloat = 8.0
-    """Processes that have not ended by then are killed."""
+    shutdown_deadline_s: PositiveFloat = 120.0
+    """From a signal on, for the step in training and a checkpoint; what has not ended by then is killed."""
     train_step_deadline_s: PositiveFloat = 600.0
     """One batch in training."""
     stall_report_s: PositiveFloat = 60.0

@@ -158,6 +158,7 @@ def controller(
         evaluation=config.evaluation,
         weights=config.weights,
         network=config.network,
+        num_engines=config.placement.engine,
         buffer=transport.client("buffer-0"),
         proxy=transport.client("proxy-0"),
         trainer=trainer_link,

@@ -79,7 +79,19 @@ class Stop(LinkMessage):
     """End in order."""
 
 
-ANY_LINK = Listening | Ready | StepDone | EvaluationDone | Note | Failed | Finished | AddressBook | Stop
+class Describe(LinkMessage):
+    """What do you wait for?"""
+
+
+class Described(LinkMessage):
+    """What the role waits for, who holds what and for how long; for a person."""
+
+    text: str
+
+
+ANY_LINK = (
+    Listening | Ready | StepDone | EvaluationDone | Note | Failed | Finished | AddressBook | Stop | Describe | Described
+)
 
 _LENGTH = struct.Struct("<I")
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from flashflow.launch import build
 from flashflow.launch.events import RunEvents
 from flashflow.launch.link import (
     AddressBook,
+    Describe,
+    Described,
     EvaluationDone,
     Failed,
     Finished,
@@ -74,6 +77,7 @@ class RoleProcess:
         self.stop = asyncio.Event()
         self.addresses = Addresses()
         self.clock = LoopClock()
+        self.describe: Callable[[], str] = lambda: f"{spec.name}: is starting"
         generation = spec.generation if spec.role in GANG else 0
         self.transport = ZmqTransport(
             Peer(spec.role, spec.index, spec.incarnation, generation),
@@ -108,6 +112,8 @@ class RoleProcess:
                     )
                 case Stop():
                     self.stop.set()
+                case Describe():
+                    self.link.send(Described(text=self.describe()))
         os._exit(1)  # the supervisor is gone: nobody is left to end in order for
 
     def _listening(self) -> None:
@@ -116,6 +122,7 @@ class RoleProcess:
 
     async def _serve(self, role: Any, *background: Any) -> None:
         """Serve calls until stopped; a background task that ends is an error."""
+        self.describe = role.describe
         await self.transport.listen(role.handle, role.peer_lost)
         self._listening()
         stop = asyncio.create_task(self.stop.wait())
@@ -159,6 +166,7 @@ class RoleProcess:
 
     async def _env(self) -> None:
         env = build.env(self.config, self.spec.index, self.transport, self.clock)
+        self.describe = env.describe
         self.link.send(Ready())
         await self._until_stopped(env.run())
 
@@ -177,6 +185,7 @@ class RoleProcess:
         )
         with ThreadPoolExecutor(1, "trainer") as executor:
             trainer = build.trainer(self.config, self.spec.index, self.transport, self.spec.run_id, executor)
+            self.describe = trainer.describe
             rpc.serve(asyncio.get_running_loop(), trainer.answer)
             self.link.send(Ready())
             await self.stop.wait()
@@ -198,6 +207,7 @@ class RoleProcess:
             num_ranks=self.config.placement.trainer, deadline_s=self.config.network.train_step_deadline_s
         )
         controller = build.controller(self.config, self.transport, link, events, self.clock, resume=self.spec.resume)
+        self.describe = controller.describe
         self.link.send(Ready())
         stopping = asyncio.create_task(self._forward_stop(controller.stop))
         try:

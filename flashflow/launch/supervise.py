@@ -21,6 +21,8 @@ import msgspec
 from flashflow.config.sections import Config
 from flashflow.launch.link import (
     AddressBook,
+    Describe,
+    Described,
     EvaluationDone,
     Failed,
     Finished,
@@ -116,6 +118,7 @@ class Supervisor:
         self._key: Path | None = None
         self._ending = asyncio.Event()
         self._news = asyncio.Event()
+        self._progress = asyncio.Event()
         self._signal: int | None = None
         self._outcome: Finished | None = None
         self.failure: Failure | None = None
@@ -132,7 +135,7 @@ class Supervisor:
             for handle in self._handles:
                 await self._start(handle)
             await self._wait_started()
-            await self._ending.wait()
+            await self._watch()
         finally:
             await self._end()
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -202,6 +205,26 @@ class Supervisor:
                 f"{', '.join(handle.name for handle in missing)}\n{missing[0].log_tail()}",
             )
 
+    async def _watch(self) -> None:
+        """Until the end. When no step is done for `stall_report_s`, asks every role what it waits for and says it."""
+        stall_s = self._config.network.stall_report_s
+        while not self._ending.is_set():
+            self._progress.clear()
+            waits = [asyncio.create_task(event.wait()) for event in (self._progress, self._ending)]
+            done, pending = await asyncio.wait(waits, timeout=stall_s, return_when=asyncio.FIRST_COMPLETED)
+            for wait in pending:
+                wait.cancel()
+            if done:
+                continue
+            self._display.note(
+                f"no step done for {stall_s:g} s (network.stall_report_s); every role says what it does:"
+            )
+            for handle in self._handles:
+                if handle.alive and handle.link is not None:
+                    handle.link.send(Describe())
+                else:
+                    self._display.note(f"{handle.name}: does not run")
+
     async def _changed(self) -> None:
         """Returns at the next news of a role, or when the run ends."""
         self._news.clear()
@@ -225,11 +248,14 @@ class Supervisor:
                 case Ready():
                     handle.started = True
                 case StepDone():
+                    self._progress.set()
                     self._display.update(message.record)
                 case EvaluationDone():
                     self._display.evaluation(message.version, message.accuracy)
                 case Note():
                     self._display.note(f"{handle.name}: {message.text}")
+                case Described():
+                    self._display.note(message.text)
                 case Failed():
                     handle.failed = message
                 case Finished():

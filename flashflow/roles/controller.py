@@ -53,7 +53,9 @@ class TrainerLink(Protocol):
 
     async def train(self, manifest: Manifest) -> TrainResult: ...
 
-    async def stage(self) -> SharedWeights: ...
+    async def stage(self, *, fresh: bool) -> SharedWeights:
+        """fresh: into a segment that no engine has."""
+        ...
 
     async def save(self) -> Path:
         """Write a checkpoint of the present step, prune old ones."""
@@ -91,6 +93,7 @@ class Controller:
         evaluation: EvalSection,
         weights: WeightsSection,
         network: NetworkSection,
+        num_engines: int,
         buffer: Client,
         proxy: Client,
         trainer: TrainerLink,
@@ -103,6 +106,7 @@ class Controller:
         self._evaluation = evaluation
         self._weights = weights
         self._network = network
+        self._num_engines = num_engines
         self._buffer = buffer
         self._proxy = proxy
         self._trainer = trainer
@@ -114,6 +118,7 @@ class Controller:
         self._tokens_generated = 0
         self._tokens_wasted = 0.0
         self._saved = -1
+        self._doing = "opens the trainer"
         self._lane = PublicationLane(
             proxy=proxy,
             buffer=buffer,
@@ -123,6 +128,10 @@ class Controller:
             now=clock.now,
             on_evaluation=self._evaluated,
         )
+
+    def describe(self) -> str:
+        served = self._lane.published.version
+        return f"controller: {self._doing}; version {served} served, {self._lane.describe()}"
 
     def stop(self) -> None:
         """End in order: the step in training is finished, a checkpoint written."""
@@ -136,7 +145,7 @@ class Controller:
             step = await self._redo(step)
             if step >= self._run.steps and not self._evaluates(step):
                 return await self._finish(step, "steps")
-            self._lane.publish(await self._trainer.stage(), evaluate=self._evaluates(step))
+            self._lane.publish(await self._stage(), evaluate=self._evaluates(step))
             return await self._finish(*await self._train_from(step))
         finally:
             await self._lane.close()
@@ -172,6 +181,7 @@ class Controller:
     async def _train_from(self, step: int) -> tuple[int, str]:
         while step < self._run.steps:
             started = self._clock.now()
+            self._doing = f"waits for batch {step + 1}"
             try:
                 batch = await self._until_stopped(self._next_batch(step + 1))
             except _Stopped:
@@ -202,10 +212,16 @@ class Controller:
 
     async def _publish(self, step: int) -> None:
         """Stage once the version before is served, for its predecessor's segment is the one written to."""
+        self._doing = f"waits for version {step - 1} to be served, to stage version {step}"
         await self._lane.served()
-        self._lane.publish(await self._trainer.stage(), evaluate=self._evaluates(step))
+        self._doing = f"stages version {step}"
+        self._lane.publish(await self._stage(), evaluate=self._evaluates(step))
         if self._weights.sync == "blocking":
             await self._lane.served()
+
+    async def _stage(self) -> SharedWeights:
+        """An engine that missed the last update may still decode with the segment whose turn it is."""
+        return await self._trainer.stage(fresh=self._lane.published.num_engines < self._num_engines)
 
     async def _next_batch(self, step: int) -> BatchReply:
         """Says why when nothing comes for `stall_report_s`; raises what failed in the lane meanwhile."""
@@ -238,6 +254,7 @@ class Controller:
 
     async def _train(self, manifest: Manifest) -> TrainResult:
         deadline_s = self._network.train_step_deadline_s
+        self._doing = f"waits for the trainer to train batch {manifest.step}"
         try:
             async with asyncio.timeout(deadline_s):
                 return await self._trainer.train(manifest)
@@ -271,6 +288,7 @@ class Controller:
             await self._save(step)
 
     async def _save(self, step: int) -> None:
+        self._doing = f"waits for the checkpoint of step {step}"
         await self._trainer.save()
         self._saved = step
         await self._buffer.call(Checkpointed(step=step), Ack, deadline_s=self._network.call_deadline_s)

@@ -46,6 +46,7 @@ class PublicationLane:
         self._evaluation = evaluation
         self._network = network
         self._now = now
+        self._doing = "no update under way"
         self._on_evaluation = on_evaluation
         self._tail: asyncio.Task[None] | None = None
         self._served: asyncio.Task[None] | None = None
@@ -86,6 +87,9 @@ class PublicationLane:
                 return task.exception()
         return None
 
+    def describe(self) -> str:
+        return self._doing
+
     async def close(self) -> None:
         tasks = [task for task in (self._served, self._tail) if task is not None]
         for task in tasks:
@@ -94,6 +98,7 @@ class PublicationLane:
 
     async def _update(self, staged: SharedWeights) -> None:
         started = self._now()
+        self._doing = f"engines update to version {staged.version}"
         update = Update(weights=staged, deadline_s=self._weights.deadline_s)
         margin_s = self._network.call_deadline_s
         deadline_s = self._weights.deadline_s + self._network.startup_deadline_s + margin_s
@@ -102,10 +107,13 @@ class PublicationLane:
         self.published = Published(
             version=serving.version, sync_s=self._now() - started, num_engines=len(serving.engines)
         )
+        self._doing = "no update under way"
 
     async def _evaluate(self, version: int) -> None:
         deadline_s = self._evaluation.deadline_s + self._network.call_deadline_s
+        self._doing = f"evaluation of version {version} runs"
         self._on_evaluation(await self._buffer.call(Evaluate(version=version), EvalReply, deadline_s=deadline_s))
+        self._doing = "no update under way"
 
 
 async def _after(before: asyncio.Task[None] | None, then: Callable[[], Awaitable[None]]) -> None:

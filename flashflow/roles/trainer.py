@@ -51,6 +51,7 @@ class TrainerRole:
         self._checkpoint = checkpoint
         self._network = network
         self._executor = executor
+        self._doing = "waits for the controller"
 
     async def open(self, resume: bool) -> int:
         newest = newest_complete(self._folder) if resume else None
@@ -58,12 +59,19 @@ class TrainerRole:
             await self._compute(self._trainer.load, newest)
         return self._trainer.step
 
-    async def train(self, manifest: Manifest) -> TrainResult:
-        rows = await self._fetch(manifest)
-        return await self._compute(self._trainer.train, manifest, rows)
+    def describe(self) -> str:
+        return f"trainer-{self._rank}: at step {self._trainer.step}, {self._doing}"
 
-    async def stage(self) -> SharedWeights:
-        return await self._compute(self._trainer.stage)
+    async def train(self, manifest: Manifest) -> TrainResult:
+        self._doing = f"fetches the rows of batch {manifest.step}"
+        rows = await self._fetch(manifest)
+        self._doing = f"trains batch {manifest.step}"
+        result = await self._compute(self._trainer.train, manifest, rows)
+        self._doing = "waits for the controller"
+        return result
+
+    async def stage(self, *, fresh: bool) -> SharedWeights:
+        return await self._compute(self._trainer.stage, fresh=fresh)
 
     async def save(self) -> Path:
         folder = self._folder / folder_name(self._trainer.step)
@@ -83,7 +91,8 @@ class TrainerRole:
             case "train":
                 return msgspec.msgpack.encode(await self.train(msgspec.msgpack.decode(payload, type=Manifest)))
             case "stage":
-                return msgspec.msgpack.encode(await self.stage())
+                fresh = msgspec.msgpack.decode(payload, type=bool)
+                return msgspec.msgpack.encode(await self.stage(fresh=fresh))
             case "save":
                 return str(await self.save()).encode()
             case _:

@@ -26,8 +26,11 @@ class Trainer(Protocol):
         """Train batch manifest.step == step + 1; rows in the manifest's order. Raises ContractError otherwise."""
         ...
 
-    def stage(self) -> SharedWeights:
-        """Copy the present weights into a shared-memory segment of their own (two segments take turns)."""
+    def stage(self, *, fresh: bool = False) -> SharedWeights:
+        """Copy the present weights into a shared-memory segment; two segments take turns.
+
+        fresh: into a new one, for an engine may still read the one whose turn it is.
+        """
         ...
 
     def save(self, folder: Path) -> None:

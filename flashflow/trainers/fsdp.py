@@ -145,12 +145,14 @@ class FsdpTrainer:
         whole_NT = self._learner.logprobs(self._passes(rows), self._scorer, range(len(rows))).cpu().numpy()
         return [whole_NT[place, : row.num_tokens].copy() for place, row in enumerate(rows)]
 
-    def stage(self) -> SharedWeights:
+    def stage(self, *, fresh: bool = False) -> SharedWeights:
         """Names are those of the unsharded model's named_parameters; of tied parameters the first only."""
         parameters = dict(self._scorer.model.named_parameters())
         staged: list[SharedWeights | None] = [None]
         if self._weight_stage is not None:
-            staged = [self._weight_stage.stage(self.step, parameters, gather=sharding.full, dtype=self._dtype)]
+            staged = [
+                self._weight_stage.stage(self.step, parameters, gather=sharding.full, dtype=self._dtype, fresh=fresh)
+            ]
         else:
             for parameter in parameters.values():
                 sharding.full(parameter.detach())

@@ -97,8 +97,9 @@ class RpcTrainerLink:
         answer = await self._call("train", msgspec.msgpack.encode(manifest))
         return msgspec.msgpack.decode(answer, type=TrainResult)
 
-    async def stage(self) -> SharedWeights:
-        return msgspec.msgpack.decode(await self._call("stage", b""), type=SharedWeights)
+    async def stage(self, *, fresh: bool) -> SharedWeights:
+        answer = await self._call("stage", msgspec.msgpack.encode(fresh))
+        return msgspec.msgpack.decode(answer, type=SharedWeights)
 
     async def save(self) -> Path:
         return Path((await self._call("save", b"")).decode())

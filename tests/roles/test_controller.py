@@ -48,6 +48,8 @@ class World:
         self.log: list[str] = []
         self.records: list[dict] = []
         self.evaluations: set[int] = set()
+        self.fresh: list[bool] = []
+        self.engines = ["engine-0"]
         self.notes: list[str] = []
         self.step_now = trained
         self.last_manifest = last_manifest
@@ -71,7 +73,7 @@ class World:
                 if self.update_error:
                     raise self.update_error
                 self.log.append(f"update {weights.version}")
-                return Serving(version=weights.version, engines=["engine-0"])
+                return Serving(version=weights.version, engines=self.engines)
             case ServingVersion(version=version):
                 if f"serving {version}" not in self.log:  # it is repeated for a buffer that may be new
                     self.log.append(f"serving {version}")
@@ -116,7 +118,8 @@ class World:
         self.trained_one.set()
         return TrainResult(step=batch.step, metrics={"loss": 0.0})
 
-    async def stage(self) -> SharedWeights:
+    async def stage(self, *, fresh: bool) -> SharedWeights:
+        self.fresh.append(fresh)
         self.log.append(f"stage {self.step_now}")
         return SharedWeights(version=self.step_now, segment="s", nbytes=0, tensors=[])
 
@@ -145,6 +148,7 @@ def controller(world: World, *, steps: int = 3, every_eval: int = 0, resume: boo
         evaluation=EvalSection(every_steps=every_eval),
         weights=WeightsSection(sync=sync),
         network=NetworkSection(),
+        num_engines=1,
         buffer=world,
         proxy=world,
         trainer=world,
@@ -171,6 +175,19 @@ def test_every_version_is_staged_only_after_the_one_before_is_served():
             assert world.log.index(f"stage {version}") > world.log.index(f"serving {version - 1}")
         assert [entry for entry in world.log if entry.startswith("serving")] == [f"serving {v}" for v in range(5)]
         assert world.log[-3:] == ["save 4", "covered 4", "finish"]
+
+    run(scenario)
+
+
+def test_what_an_engine_that_missed_an_update_may_still_read_is_not_written_over():
+    async def scenario() -> None:
+        world = World()
+        await controller(world, steps=3).run()
+        assert world.fresh[1:] == [False, False, False]
+        world = World()
+        world.engines = []
+        await controller(world, steps=3).run()
+        assert world.fresh == [True, True, True, True]
 
     run(scenario)
 

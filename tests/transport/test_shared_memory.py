@@ -261,3 +261,16 @@ def test_the_plan_by_hand() -> None:
     plan = plan_segment([*infos, TensorInfo("tied", "float32", (3, 5), 4, 1), TensorInfo("c", "uint8", (1,), 1, 3)])
     assert [(p.info.name, p.offset, p.end) for p in plan.placements] == [("a", 0, 60), ("b", 64, 128), ("c", 128, 129)]
     assert plan.nbytes == 192
+
+
+def test_a_fresh_stage_leaves_whole_what_a_slow_reader_still_has(run_id):
+    stage = WeightStage(run_id)
+    try:
+        first = attach(stage.stage(1, {"w": torch.full((64,), 1.0)}))
+        stage.stage(2, {"w": torch.full((64,), 2.0)})
+        stage.stage(3, {"w": torch.full((64,), 3.0)}, fresh=True)
+        first.verify()
+        assert torch.equal(first.tensors["w"], torch.full((64,), 1.0))
+        assert len(segments(run_id)) == 2
+    finally:
+        stage.close()

@@ -47,14 +47,17 @@ class WeightStage:
         named_tensors: Mapping[str, torch.Tensor],
         gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        fresh: bool = False,
     ) -> SharedWeights:
         """Copies the tensors, of any device, into the segment whose turn it is.
 
         `gather` turns each tensor into its full form just before its copy, so that only one is gathered at a time.
+        `fresh`: into a new segment; who still reads the old one keeps it, whole, until it lets go.
         `dtype`: floating-point tensors are staged in it; None: each in its own.
         """
         plan = plan_segment(_describe(name, tensor, dtype) for name, tensor in named_tensors.items())
-        name, memory = self._next_segment(plan.nbytes)
+        name, memory = self._next_segment(plan.nbytes, fresh=fresh)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         specs = []
         for placement in plan.placements:
@@ -68,9 +71,9 @@ class WeightStage:
             unlink_segment(name)
         self._segments.clear()
 
-    def _next_segment(self, nbytes: int) -> tuple[str, mmap.mmap]:
+    def _next_segment(self, nbytes: int, *, fresh: bool) -> tuple[str, mmap.mmap]:
         turn, self._turn = self._turn, (self._turn + 1) % NUM_SEGMENTS
-        if turn < len(self._segments) and len(self._segments[turn][1]) == nbytes:
+        if not fresh and turn < len(self._segments) and len(self._segments[turn][1]) == nbytes:
             return self._segments[turn]
         name = segment_name(self._run_id, self._prefix, secrets.token_hex(4))
         segment = (name, create_segment(name, nbytes))
