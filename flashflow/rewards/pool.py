@@ -1,6 +1,7 @@
 """The reward role's end of its workers: each runs one call at a time and is killed when that takes too long."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -63,7 +64,8 @@ class Worker:
         if process is None:
             return
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it died by itself, and that is not told yet
+                os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
     async def _exchange(self, message: Job | Request, deadline_s: float) -> Answer:
