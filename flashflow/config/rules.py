@@ -319,6 +319,15 @@ def a_turn_ends_before_its_trajectory(rollout: RolloutSection) -> Iterator[str]:
         )
 
 
+def samples_come_from_the_whole_distribution(sampling: SamplingSection) -> Iterator[str]:
+    if sampling.top_p < 1:
+        yield (
+            f"sampling.top_p: {sampling.top_p} would record log-probabilities of the truncated distribution, while the "
+            f"trainer's are of the whole one at sampling.temperature {sampling.temperature}: w would not be 1 for "
+            f"unchanged weights; leave top_p at 1 and lower the temperature instead"
+        )
+
+
 def one_process_has_one_trainer(run: RunSection, placement: PlacementSection) -> Iterator[str]:
     if run.runtime == "in_process" and placement.trainer > 1:
         yield (
@@ -393,6 +402,7 @@ RULES: tuple[Rule, ...] = (
     peers_get_their_time,
     a_turn_ends_before_its_trajectory,
     one_process_has_one_trainer,
+    samples_come_from_the_whole_distribution,
     the_data_files_have_what_is_asked,
     the_context_fits_the_model,
 )

@@ -130,6 +130,8 @@ class SamplingSection(Section):
     """Tokens sampled per turn at most."""
     temperature: PositiveFloat = 1.0
     """Of sampling and of every log-probability in the loss."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """1 only: a truncated distribution has other log-probabilities than the trainer's, so less is refused."""
     stop_strings: list[str] = []
     """End a turn as the model's end token does."""
 

@@ -351,3 +351,10 @@ def test_texts_that_look_like_numbers_or_switches_stay_texts():
     assert read_document("[no, on, 2026-01-01, 010, 1e-6, .inf]", "test").values == [
         "no", "on", "2026-01-01", 10, 1e-6, math.inf,
     ]  # fmt: skip
+
+
+def test_a_truncated_distribution_is_refused_with_the_reason(config_file):
+    path = config_file("sampling: {top_p: 0.9}\n")
+    (mistake,) = mistakes(path)
+    assert mistake.startswith("sampling.top_p: 0.9 would record log-probabilities of the truncated distribution")
+    assert "w would not be 1 for unchanged weights" in mistake
