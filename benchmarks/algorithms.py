@@ -1,6 +1,6 @@
 """Final held-out accuracy of the algorithms, fresh and stale, on the quickstart: the table of docs/algorithms.md.
 
-    python benchmarks/algorithms.py --seeds 0 1 2 --steps 100
+    python -m benchmarks.algorithms --seeds 0 1 2 --steps 100
 
 Each run is a `flashflow train configs/quickstart.yaml` of its own, one after the other. Appends one JSON object per
 run, with command, commit and machine, to results/algorithms.jsonl, and writes the table of all runs of the newest
@@ -9,8 +9,6 @@ commit, steps and machine into docs/algorithms.md. With --table it runs nothing 
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -19,9 +17,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import ROOT, commit, machine
 from flashflow.observe.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results" / "algorithms.jsonl"
 DOCUMENT = ROOT / "docs" / "algorithms.md"
 BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
@@ -35,23 +33,6 @@ ALGORITHMS: dict[str, list[str]] = {
     "gspo": ["algorithm.preset=gspo"],
 }
 ALPHAS = (0, 8)
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on."""
-    models = [
-        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-    }
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def arguments_of(algorithm: str, alpha: int, seed: int, steps: int, problems: int) -> list[str]:

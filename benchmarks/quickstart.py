@@ -1,14 +1,12 @@
 """The quickstart over several seeds, warm start included: does it learn, how fast, and is it really asynchronous?
 
-    python benchmarks/quickstart.py --seeds 0 1 2
+    python -m benchmarks.quickstart --seeds 0 1 2
 
 Prints one table and appends one JSON object per seed, with command, commit and machine, to results/quickstart.jsonl.
 """
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -19,23 +17,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.record import ROOT, commit, machine
 from flashflow.observe.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results" / "quickstart.jsonl"
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on."""
-    models = [
-        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return {"cpu": models[0], "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def run(seed: int, folder: Path) -> dict[str, Any]:

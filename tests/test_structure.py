@@ -16,7 +16,7 @@ PACKAGE = ROOT / "flashflow"
 
 LADDER = (
     {"errors", "records", "clock", "shapes", "folders"},
-    {"algorithms.settings", "algorithms.options", "algorithms.presets", "config", "messages"},
+    {"algorithms.settings", "algorithms.catalogue", "algorithms.options", "algorithms.presets", "config", "messages"},
     {"topology", "ledger", "journal", "admission", "staleness", "packing", "metrics", "algorithms", "trainers.base"},
     {"transport"},
     {

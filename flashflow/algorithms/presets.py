@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from flashflow.algorithms.catalogue import PRESETS, Algorithm
 from flashflow.algorithms.options import ADVANTAGE_OPTIONS, LOSS_OPTIONS, used_options, why_unused
 from flashflow.algorithms.settings import (
     GROUP_BASELINES,
@@ -19,54 +20,10 @@ from flashflow.algorithms.settings import (
 )
 from flashflow.errors import ConfigError
 
-Algorithm = tuple[AdvantageConfig, LossConfig]
+__all__ = ["PRESETS", "Algorithm", "mistakes", "resolve"]
+
 Mistake = tuple[str, str]
 S = TypeVar("S", AdvantageConfig, LossConfig)
-
-DR_GRPO = AdvantageConfig(estimator="dr_grpo")
-GRPO = AdvantageConfig(estimator="grpo")
-GAE = AdvantageConfig(estimator="gae")
-
-PRESETS: dict[str, Algorithm] = {
-    # DeepSeekMath (2402.03300) eq. 3; its KL is k3 at 0.04 in the loss (eq. 4), off here.
-    "grpo": (GRPO, LossConfig(surrogate="clip")),
-    # Understanding R1-Zero-like training (2503.20783): neither the length nor the deviation of a group divides. The
-    # paper leaves the constant that does to the user: ours is the longest answer.
-    "dr_grpo": (DR_GRPO, LossConfig(surrogate="clip", aggregation="seq_mean_token_sum_norm")),
-    # DAPO (2503.14476) eq. 8; with it come dynamic sampling (eq. 11) and the overlong penalty (eq. 13), see below.
-    "dapo": (GRPO, LossConfig(surrogate="clip", clip_high=0.28, aggregation="token_mean")),
-    # GSPO (2507.18071) eq. 5 and 7.
-    "gspo": (GRPO, LossConfig(surrogate="gspo")),
-    # MiniMax-M1 (2506.13585) eq. 4 and 5. It gives no number for the upper bound; ours is 0.2.
-    "cispo": (GRPO, LossConfig(surrogate="cispo", aggregation="token_mean")),
-    # PPO (1707.06347) eq. 7 with GAE (1506.02438) eq. 16. Clipped values and the coefficient 0.1 of a head's loss are
-    # not the papers' but common for language models.
-    "ppo": (GAE, LossConfig(surrogate="clip", aggregation="token_mean")),
-    # AReaL (2505.24298) after Batch size-invariance for policy optimization (2110.00641); `estimator: grpo` drops the
-    # critic. Neither bounds w; ours is 5.
-    "decoupled_ppo": (GAE, LossConfig(surrogate="decoupled", aggregation="token_mean")),
-    # Back to basics (2402.14740); its KL is k1 in the reward at 0.03, off here.
-    "rloo": (AdvantageConfig(estimator="rloo"), LossConfig(surrogate="reinforce", aggregation="seq_mean_token_sum")),
-    # REINFORCE++ (2501.03262); its KL is k1 in the reward at 0.001, off here.
-    "reinforce_pp": (AdvantageConfig(estimator="reinforce_pp"), LossConfig(surrogate="clip")),
-    # ROLL Flash (2510.11345), truncated importance sampling; without numbers: 0 and 1 are its code's.
-    "tis": (DR_GRPO, LossConfig(surrogate="tis", aggregation="token_mean")),
-    # Tapered off-policy REINFORCE (2503.14286), with the taper on the negative part only.
-    "topr": (DR_GRPO, LossConfig(surrogate="topr", aggregation="token_mean")),
-    # ROLL Flash's TOPR with a weight on each part.
-    "weighted_topr": (DR_GRPO, LossConfig(surrogate="weighted_topr", aggregation="token_mean")),
-    # Kimi k1.5 (2501.12599) section 2.3.2: the gradient of its squared relative-entropy objective. It gives no tau;
-    # ours is 0.1.
-    "kimi": (DR_GRPO, LossConfig(surrogate="kimi", aggregation="token_mean")),
-    # Trinity-RFT (2505.17826): R - mean R is dr_grpo's advantage; the loss is scaled by 1/(1 + tau), tau 1.
-    "opmd": (
-        AdvantageConfig(estimator="opmd"),
-        LossConfig(surrogate="reinforce", aggregation="token_mean", scale=0.5),
-    ),
-    # Rethinking the trust region in LLM RL (2602.04879): DPPO, binary total variation.
-    "dppo": (DR_GRPO, LossConfig(surrogate="dppo_tv", aggregation="token_mean")),
-}  # fmt: skip
-
 
 DYNAMIC_SAMPLING = frozenset({"dapo"})
 """Presets with filters.dynamic. The paper sets no bound to the groups that are replaced; filters.max_filtered_fraction
