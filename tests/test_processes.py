@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flashflow.config import load_config
+from flashflow.observe.metrics import read_metrics
 from tests.reference_loop import reference_loop
 from tests.ring import children, command, environment, final_weights, make_ring, metrics, train
 
@@ -105,7 +106,15 @@ def test_a_signal_ends_the_run_in_order_and_it_resumes(tmp_path, number, code):
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["env-0", "reward-0", "engine-0", "buffer-0", "proxy-0", "trainer-0", "controller-0"])
 def test_a_killed_process_is_replaced_and_every_planned_step_is_trained(tmp_path, role):
-    overrides = {"run.steps": 12, "rollout.alpha": 1, "placement.env": 2, "network.peer_deadline_s": 3}
+    overrides = {
+        "run.steps": 12,
+        "rollout.alpha": 1,
+        "placement.env": 2,
+        "network.peer_deadline_s": 3,
+        "weights.deadline_s": 2,  # less than an engine takes to come back
+        "evaluation.every_steps": 4,
+        "evaluation.problems": 8,
+    }
     run = Run(make_ring(tmp_path, overrides=overrides))
     run.until_step(3)
     os.kill(children(run.process.pid)[role], signal.SIGKILL)
@@ -115,6 +124,10 @@ def test_a_killed_process_is_replaced_and_every_planned_step_is_trained(tmp_path
     lines = metrics(run.path)
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert max(line["staleness_max"] for line in lines) <= 1
+    assert min(line["tokens_generated"] for line in lines) >= 0
+    evaluations = read_metrics(load_config(run.path).run_folder / "evaluations.jsonl")
+    assert [evaluation["version"] for evaluation in evaluations] == [0, 4, 8, 12]
+    assert all(evaluation["num_failed"] == 0 for evaluation in evaluations)
     assert segments() <= run.segments_before
 
 
