@@ -32,7 +32,6 @@ class Run:
         self.process = subprocess.Popen(
             command(path, *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
         )
-        self.segments_before = segments()
 
     def until_step(self, step: int) -> None:
         """Blocks on the output line that reports the step."""
@@ -44,6 +43,12 @@ class Run:
                 return
         raise AssertionError("".join(lines))
 
+    def segments(self) -> set[str]:
+        """Shared memory of this run, by the ids under which its gangs met."""
+        meetings = (load_config(self.path).run_folder / "gang").glob("*")
+        ids = {meeting.name.rpartition("-")[0] for meeting in meetings} | {f"local{self.process.pid}"}
+        return {name for name in segments() if name.split("-")[1] in ids}
+
     def end(self) -> tuple[int, str, float]:
         """Exit code, the rest of the output, seconds until the end."""
         started = time.monotonic()
@@ -52,6 +57,7 @@ class Run:
 
 
 def segments() -> set[str]:
+    """Of every run on this machine."""
     return {name for name in os.listdir("/dev/shm") if name.startswith("flashflow")}
 
 
@@ -76,7 +82,7 @@ def test_a_reward_that_raises_stops_the_run_with_its_traceback(tmp_path):
     assert code == 1
     assert "ZeroDivisionError: the reward function of the test blew up" in output
     assert "rewards.py" in output
-    assert segments() <= run.segments_before
+    assert run.segments() == set()
     config = load_config(run.path)
     assert (config.run_folder / "config.yaml").exists()
     assert any((config.run_folder / "journal").iterdir())
@@ -94,7 +100,7 @@ def test_a_signal_ends_the_run_in_order_and_it_resumes(tmp_path, number, code):
     assert found == code, output
     assert seconds < 10
     assert alive(pids) == []
-    assert segments() <= run.segments_before
+    assert run.segments() == set()
     done = metrics(run.path)[-1]["step"]
     assert (load_config(run.path).run_folder / "checkpoints" / f"step-{done:06d}").exists()
 
@@ -128,7 +134,7 @@ def test_a_killed_process_is_replaced_and_every_planned_step_is_trained(tmp_path
     evaluations = read_metrics(load_config(run.path).run_folder / "evaluations.jsonl")
     assert [evaluation["version"] for evaluation in evaluations] == [0, 4, 8, 12]
     assert all(evaluation["num_failed"] == 0 for evaluation in evaluations)
-    assert segments() <= run.segments_before
+    assert run.segments() == set()
 
 
 @pytest.mark.slow
@@ -139,11 +145,12 @@ def test_a_killed_supervisor_leaves_no_process_behind_and_the_run_resumes(tmp_pa
     run.process.kill()
     _, left = psutil.wait_procs(processes, timeout=20)
     assert left == []
-    assert segments() > run.segments_before  # nobody was left to remove them
+    left_behind = run.segments()
+    assert left_behind  # nobody was left to remove them
     done = metrics(run.path)[-1]["step"]
     resumed = train(run.path, f"run.steps={done + 2}", "--resume")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert segments() <= run.segments_before
+    assert not left_behind & segments()
 
 
 def test_a_run_folder_in_use_is_refused_and_one_that_holds_a_run_is_not_overwritten_unasked(tmp_path):
@@ -170,7 +177,7 @@ def test_in_one_process_a_signal_ends_the_run_in_order_too(tmp_path):
     assert code == 143, output
     done = metrics(run.path)[-1]["step"]
     assert (load_config(run.path).run_folder / "checkpoints" / f"step-{done:06d}").exists()
-    assert segments() <= run.segments_before
+    assert run.segments() == set()
 
 
 @pytest.mark.slow

@@ -22,9 +22,14 @@ from tests.ring import final_weights, make_ring, metrics
 
 
 def play(path: Path, *, seed: int | None = None, virtual: bool = False, resume: bool = False) -> Config:
+    """Runs the ring of a config file to its end."""
+    return play_config(load_config(path), seed=seed, virtual=virtual, resume=resume)
+
+
+def play_config(config: Config, *, seed: int | None = None, virtual: bool = False, resume: bool = False) -> Config:
     """Runs the ring to its end. With a seed every message is late by up to 0.3 s, drawn from it and the message."""
     display = ProgressDisplay()
-    config = prepare(load_config(path), display, resume=resume, overwrite=False)
+    config = prepare(config, display, resume=resume, overwrite=False)
 
     def delay(peer: Peer, name: str, message: Message) -> float:
         text = f"{seed}/{peer}/{name}/{type(message).__name__}/{message!r}".encode()

@@ -1,13 +1,17 @@
 """Every preset trains through the real ring, fresh and stale, and shows what is its own."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from flashflow.algorithms.presets import PRESETS
+from flashflow.config import load_config
+from flashflow.observe.metrics import read_metrics
+from flashflow.quickstart import ensure_model
 from tests.ring import final_weights, make_ring, metrics
-from tests.test_ring import in_process, play
+from tests.test_ring import in_process, play, play_config
 
 OWN: dict[str, tuple[str, ...]] = {
     "grpo": ("r_mean", "w_mean", "effective_sample_size"),
@@ -26,6 +30,7 @@ OWN: dict[str, tuple[str, ...]] = {
     "opmd": ("w_mean",),
     "dppo": ("rho_mean", "rho_max"),
 }
+ROOT = Path(__file__).resolve().parent.parent
 CORRECTED = ("correction_weight", "masked_fraction")
 """Of the presets that are given a correction at alpha > 0."""
 CARRY_RHO = {"tis", "topr", "weighted_topr", "dppo", "decoupled_ppo"}
@@ -42,7 +47,38 @@ def test_a_preset_trains_through_the_ring(tmp_path, preset, alpha):
     overrides = in_process(rollout__alpha=alpha, algorithm__preset=preset)
     path = make_ring(tmp_path, overrides={**overrides, "run.steps": 3, "checkpoint.every_steps": 0})
     play(path, seed=1, virtual=True)
-    lines = metrics(path)
+    assert_trained(metrics(path), preset, alpha)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    ensure_model(folder, 0)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("alpha", [0, 2])
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_a_preset_trains_the_quickstart_model(tmp_path, cache, preset, alpha):
+    overrides = {
+        "run.folder": tmp_path,
+        "run.runtime": "in_process",
+        "run.steps": 3,
+        "model.cache": cache,
+        "rollout.alpha": alpha,
+        "batch.groups": 4,
+        "algorithm.preset": preset,
+        "evaluation.every_steps": 0,
+        "checkpoint.every_steps": 0,
+    }
+    config = load_config(ROOT / "configs" / "quickstart.yaml", [f"{path}={value}" for path, value in overrides.items()])
+    play_config(config, seed=1, virtual=True)
+    assert_trained(read_metrics(config.run_folder / "metrics.jsonl"), preset, alpha)
+
+
+def assert_trained(lines: list[dict], preset: str, alpha: int) -> None:
     assert [line["step"] for line in lines] == [1, 2, 3]
     expected = OWN[preset] + (CORRECTED if alpha > 0 and preset not in CARRY_RHO else ())
     for line in lines:
