@@ -66,6 +66,7 @@ def test_a_preset_trains_the_quickstart_model(tmp_path, cache, preset, alpha):
         "run.folder": tmp_path,
         "run.runtime": "in_process",
         "run.steps": 3,
+        "optimizer.warmup_steps": 0,
         "model.cache": cache,
         "rollout.alpha": alpha,
         "batch.groups": 4,

@@ -48,13 +48,14 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_shards_of_two_ranks_are_read_as_whole_tensors(tmp_path: Path) -> None:
     script = Path(__file__).with_name("two_ranks.py")
-    ranks = [subprocess.Popen([sys.executable, str(script), str(rank), "2", str(tmp_path)]) for rank in range(2)]
+    command = [sys.executable, str(script)]
+    ranks = [subprocess.Popen([*command, str(rank), "2", str(tmp_path), "one step"]) for rank in range(2)]
     try:
         assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()
-    alone = make("test-stored-weights")
+    alone = make("test-stored-weights", "one step")
     alone.train(*make_batch(1))
     found = read_weights(tmp_path / "step-000001")
     for name, tensor in weights_of(alone).items():
