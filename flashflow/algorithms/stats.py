@@ -37,14 +37,15 @@ RATIOS = ("r", "w", "rho")
 
 
 def summarise(metrics: Mapping[str, Stat]) -> dict[str, float]:
-    """Plain numbers to log: the mean of each metric under its name; `_mean` and `_max` of the ratios.
+    """Plain numbers to log: the mean of each metric under its name; `_mean`, `_min` and `_max` of the ratios.
 
     `effective_sample_size` is (sum w)^2 / (n sum w^2) in (0, 1], of w, or of rho where there was no prox pass.
     """
     plain = {name: stat.mean for name, stat in metrics.items() if name not in RATIOS and not name.endswith("_squared")}
     for name in RATIOS:
         if name in metrics:
-            plain |= {f"{name}_mean": metrics[name].mean, f"{name}_max": metrics[name].max}
+            stat = metrics[name]
+            plain |= {f"{name}_mean": stat.mean, f"{name}_min": stat.min, f"{name}_max": stat.max}
     weight = "w" if "w_squared" in metrics else "rho"
     if f"{weight}_squared" in metrics:
         total, squares = metrics[weight], metrics[f"{weight}_squared"]
