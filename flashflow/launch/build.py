@@ -13,6 +13,7 @@ import msgspec
 from flashflow.clock import Clock
 from flashflow.config.sections import Config, TorchEngineSection
 from flashflow.config.simulated import SimulatedEngineSection, SimulatedTrainerSection
+from flashflow.journal import OpenJournal, open_journal
 from flashflow.records import Task
 from flashflow.transport.channel import Transport
 
@@ -34,7 +35,7 @@ def names(role: str, count: int) -> list[str]:
     return [f"{role}-{index}" for index in range(count)]
 
 
-def buffer(config: Config, clock: Clock) -> "Buffer":
+def buffer(config: Config, clock: Clock, open_journal: OpenJournal = open_journal) -> "Buffer":
     from flashflow.data.stream import make_stream
     from flashflow.roles.buffer import Buffer
 
@@ -51,6 +52,7 @@ def buffer(config: Config, clock: Clock) -> "Buffer":
         filters=config.filtering,
         replay=config.replaying,
         reward_name=config.reward.function,
+        open_journal=open_journal,
     )
 
 
@@ -93,18 +95,23 @@ def _simulated_codec() -> "PromptCodec":
     )
 
 
-def episodes(config: Config, clock: Clock) -> "Episodes | None":
-    """How attempts go on, where something stands in for their environments."""
+def episodes(config: Config, index: int, clock: Clock, spans: "Spans | None") -> "Episodes | None":
+    """How attempts of env `index` go on, where something stands in for their environments."""
     if not config.simulated:
         return None
     from flashflow.simulate.episodes import SimulatedEnvironments
 
     return SimulatedEnvironments(
-        config.simulate, seed=config.run.seed, group_size=config.rollout.group_size, clock=clock
+        config.simulate,
+        name=f"environment-{index}",
+        seed=config.run.seed,
+        group_size=config.rollout.group_size,
+        clock=clock,
+        spans=spans,
     )
 
 
-def env(config: Config, index: int, transport: Transport, clock: Clock) -> "EnvRole":
+def env(config: Config, index: int, transport: Transport, clock: Clock, spans: "Spans | None" = None) -> "EnvRole":
     from flashflow.roles.env import EnvRole
 
     return EnvRole(
@@ -120,7 +127,7 @@ def env(config: Config, index: int, transport: Transport, clock: Clock) -> "EnvR
         proxy=transport.client("proxy-0"),
         rewards=[transport.client(name) for name in names("reward", config.placement.reward)],
         clock=clock,
-        episodes=episodes(config, clock),
+        episodes=episodes(config, index, clock, spans),
     )
 
 
@@ -185,7 +192,7 @@ def trainer(
 ) -> "TrainerRole | SimulatedTrainer":
     """The process group must exist, but for a simulated one."""
     if isinstance(config.trainer, SimulatedTrainerSection):
-        return simulated_trainer(config, config.trainer, rank, transport, run_id, clock)
+        return _simulated_trainer(config, config.trainer, rank, transport, run_id, clock)
     from flashflow.models import load_model, set_threads
     from flashflow.roles.trainer import TrainerRole
     from flashflow.trainers.fsdp import FsdpTrainer
@@ -204,7 +211,7 @@ def trainer(
     )
 
 
-def simulated_trainer(
+def _simulated_trainer(
     config: Config, section: SimulatedTrainerSection, rank: int, transport: Transport, run_id: str, clock: Clock
 ) -> "SimulatedTrainer":
     from flashflow.trainers.simulated import SimulatedTrainer
