@@ -53,6 +53,24 @@ class NoLease(Message):
     """True: nothing will ever come any more; the env may leave."""
 
 
+class AwaitRevoked(Message):
+    """Asks which leases of this env have ended under it; answered by Revoked, empty after `long_poll_s`."""
+
+
+class RevokedLease(msgspec.Struct, frozen=True, array_like=True):
+    """An attempt whose outcome nobody wants any more."""
+
+    sample: SampleId
+    lease_epoch: int
+    purpose: Purpose
+
+
+class Revoked(Message):
+    """Their attempts are to be aborted at the engine and reported as failed, with what they sampled. Told once."""
+
+    leases: list[RevokedLease]
+
+
 class Commit(Message):
     """A finished attempt."""
 
@@ -69,6 +87,8 @@ class AttemptFailed(Message):
     purpose: Purpose
     reason: str
     traceback: str
+    num_sampled: int = 0
+    """Tokens it had sampled: waste."""
 
 
 class CommitReply(Message):
@@ -228,6 +248,12 @@ class ServingVersion(Message):
     version: int
 
 
+class EnginesPaused(Message):
+    """Engines sleep, drain or update: deadlines of groups stand still until `paused: false` or a ServingVersion."""
+
+    paused: bool
+
+
 class Checkpointed(Message):
     """A durable checkpoint covers manifests up to `step`."""
 
@@ -269,10 +295,10 @@ class Finish(Message):
 
 
 ANY = (
-    AcquireLease | Lease | NoLease | Commit | AttemptFailed | CommitReply
+    AcquireLease | Lease | NoLease | AwaitRevoked | Revoked | Commit | AttemptFailed | CommitReply
     | Generate | GenerateReply | Abort | Suspend | Resume | Update | Serving
     | EngineStatusRequest | EngineStatus | Ack | Score | ScoreReply
-    | NextBatch | BatchReply | FetchRows | Rows | ServingVersion | Checkpointed
+    | NextBatch | BatchReply | FetchRows | Rows | ServingVersion | EnginesPaused | Checkpointed
     | Evaluate | EvalReply | JournalStatusRequest | JournalStatus | Finish
 )  # fmt: skip
 """The closed set the decoder accepts."""

@@ -16,6 +16,7 @@ from flashflow.algorithms import presets
 from flashflow.config.data_files import look_into
 from flashflow.config.mistakes import nearest
 from flashflow.config.references import find_module, problem_of
+from flashflow.config.scheduling import SCHEDULING_RULES
 from flashflow.config.sections import (
     AlgorithmSection,
     BatchSection,
@@ -100,14 +101,6 @@ def filters_can_keep_a_group(
         yield (
             f"filters.max_filtered_fraction: {filters.max_filtered_fraction} has no effect while filters.dynamic, "
             "filters.mean_lower and filters.mean_upper filter nothing; turn one on, or remove it"
-        )
-
-
-def filtered_failures_have_a_limit(rollout: RolloutSection) -> Iterator[str]:
-    if rollout.failures == "filter" and rollout.max_failed_fraction == 1:
-        yield (
-            "rollout.max_failed_fraction: 1 with rollout.failures filter would replace failing groups for ever; "
-            "set it below 1"
         )
 
 
@@ -385,7 +378,6 @@ RULES: tuple[Rule, ...] = (
     the_algorithm_is_whole,
     a_loss_of_ones_own_exists,
     filters_can_keep_a_group,
-    filtered_failures_have_a_limit,
     the_overlong_penalty_acts,
     replay_fits_the_rest,
     answers_fit_the_context,
@@ -405,4 +397,5 @@ RULES: tuple[Rule, ...] = (
     samples_come_from_the_whole_distribution,
     the_data_files_have_what_is_asked,
     the_context_fits_the_model,
+    *SCHEDULING_RULES,
 )

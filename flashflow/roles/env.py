@@ -3,11 +3,13 @@
     BUFFER --Lease--> ENV ==Generate==> PROXY        ENV ==Score==> REWARD        ENV --Commit--> BUFFER
 
 waits for: a lease, the tokens of a turn, a score.
-unblocked by: buffer, proxy, reward; every wait has a deadline of the config.
+unblocked by: buffer, proxy, reward; every wait has a deadline of the config. A lease that the buffer revokes ends the
+attempt at once.
 never: stamps a version, keeps a sample to itself, decides what is trained.
 """
 
 import asyncio
+import contextlib
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -15,21 +17,34 @@ import numpy as np
 
 from flashflow.clock import Clock
 from flashflow.config.sections import EvalSection, NetworkSection, RolloutSection, SamplingSection
-from flashflow.errors import ConfigError, ContractError, DeadlineError, PeerLost, RemoteError, RewardError
+from flashflow.errors import (
+    ConfigError,
+    ContractError,
+    DeadlineError,
+    PeerLost,
+    RemoteError,
+    RewardError,
+    TransportError,
+)
 from flashflow.messages import (
+    Abort,
+    Ack,
     AcquireLease,
     AttemptFailed,
+    AwaitRevoked,
     Commit,
     CommitReply,
     Generate,
     GenerateReply,
     Lease,
     NoLease,
+    Revoked,
+    RevokedLease,
     SamplingKey,
     Score,
     ScoreReply,
 )
-from flashflow.records import Int32Array, Outcome, Task, Trajectory
+from flashflow.records import Int32Array, Outcome, Purpose, SampleId, Task, Trajectory
 from flashflow.transport.channel import Client
 
 EVAL_SEED_OFFSET = 1 << 62
@@ -51,6 +66,23 @@ class PromptCodec:
         self.decode = decode
         self.prompt_text = prompt_text
         self.stop_ids = stop_ids
+
+
+class Attempt:
+    """One attempt under way."""
+
+    def __init__(self, lease: Lease, started: float, deadline: asyncio.Timeout) -> None:
+        self.lease = lease
+        self.label = f"{lease.purpose}-{lease.sample}-e{lease.lease_epoch}"
+        self.started = started
+        self.deadline = deadline
+        self.request = ""
+        """Its request at the proxy; empty while it has none."""
+        self.num_sampled = 0
+        self.revoked = False
+
+    def end_in(self, seconds: float) -> None:
+        self.deadline.reschedule(asyncio.get_running_loop().time() + seconds)
 
 
 class EnvRole:
@@ -84,19 +116,22 @@ class EnvRole:
         self._proxy = proxy
         self._rewards = rewards
         self._clock = clock
-        self._running: dict[str, float] = {}
+        self._attempts: dict[tuple[Purpose, SampleId, int], Attempt] = {}
         self._scored = 0
 
     async def run(self) -> None:
         """Until the buffer says that the run is over; raises what breaks a contract."""
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._rollout.concurrency):
-                group.create_task(self._env_manager())
+            revoking = group.create_task(self._revoke_leases(group))
+            async with asyncio.TaskGroup() as managers:
+                for _ in range(self._rollout.concurrency):
+                    managers.create_task(self._env_manager())
+            revoking.cancel()
 
     def describe(self) -> str:
         now = self._clock.now()
-        oldest = max((now - since for since in self._running.values()), default=0.0)
-        return f"{self._name}: {len(self._running)} attempts, the oldest for {oldest:.0f} s"
+        oldest = max((now - attempt.started for attempt in self._attempts.values()), default=0.0)
+        return f"{self._name}: {len(self._attempts)} attempts, the oldest for {oldest:.0f} s"
 
     async def _env_manager(self) -> None:
         deadline_s = self._network.long_poll_s + self._network.call_deadline_s
@@ -108,38 +143,70 @@ class EnvRole:
                 case Lease():
                     await self._attempt(answer)
 
+    async def _revoke_leases(self, aborts: asyncio.TaskGroup) -> None:
+        """Aborts attempts that the buffer no longer wants, at the engine too."""
+        deadline_s = self._network.long_poll_s + self._network.call_deadline_s
+        while True:
+            revoked = await self._buffer.call(AwaitRevoked(), Revoked, deadline_s=deadline_s)
+            requests = [request for lease in revoked.leases if (request := self._revoke(lease))]
+            if requests:
+                aborts.create_task(self._abort(requests))
+
+    async def _abort(self, requests: list[str]) -> None:
+        with contextlib.suppress(TransportError):  # without the proxy, the attempts' deadlines end them
+            await self._proxy.call(Abort(requests=requests), Ack, deadline_s=self._network.call_deadline_s)
+
+    def _revoke(self, lease: RevokedLease) -> str:
+        """The request to be aborted, whose last tokens are waited for; empty where there is none."""
+        attempt = self._attempts.get((lease.purpose, lease.sample, lease.lease_epoch))
+        if attempt is None:
+            return ""
+        attempt.revoked = True
+        attempt.end_in(self._network.call_deadline_s if attempt.request else 0)
+        return attempt.request
+
     async def _attempt(self, lease: Lease) -> None:
-        label = f"{lease.purpose}-{lease.sample}-e{lease.lease_epoch}"
-        started = self._clock.now()
-        self._running[label] = started
+        deadline = asyncio.timeout(self._rollout.trajectory_deadline_s)
+        attempt = Attempt(lease, self._clock.now(), deadline)
         try:
-            async with asyncio.timeout(self._rollout.trajectory_deadline_s) as deadline:
-                trajectory = await self._roll_out(lease, label, started, deadline)
+            trajectory = await self._until_deadline(attempt)
         except TimeoutError:
-            await self._fail(lease, f"rollout.trajectory_deadline_s: {self._rollout.trajectory_deadline_s} s passed")
+            await self._fail(attempt, f"rollout.trajectory_deadline_s: {self._rollout.trajectory_deadline_s} s passed")
         except (PeerLost, DeadlineError, RemoteError) as error:
             if isinstance(error, RemoteError) and error.kind == ContractError.__name__:
                 raise ContractError(f"sample {lease.sample}: {error}") from error
-            await self._fail(lease, f"{type(error).__name__}: {error}")
+            await self._fail(attempt, f"{type(error).__name__}: {error}")
         else:
             commit = Commit(lease_epoch=lease.lease_epoch, purpose=lease.purpose, trajectory=trajectory)
             await self._buffer.call(commit, CommitReply, deadline_s=self._network.call_deadline_s)
-        finally:
-            del self._running[label]
 
-    async def _fail(self, lease: Lease, reason: str) -> None:
+    async def _until_deadline(self, attempt: Attempt) -> Trajectory:
+        """While it runs it may be revoked. Raises TimeoutError."""
+        lease = attempt.lease
+        key = lease.purpose, lease.sample, lease.lease_epoch
+        async with attempt.deadline:
+            self._attempts[key] = attempt
+            try:
+                return await self._roll_out(attempt)
+            finally:
+                del self._attempts[key]
+
+    async def _fail(self, attempt: Attempt, reason: str) -> None:
+        lease = attempt.lease
         failed = AttemptFailed(
             sample=lease.sample,
             lease_epoch=lease.lease_epoch,
             purpose=lease.purpose,
-            reason=reason,
-            traceback=traceback.format_exc(),
+            reason="the lease was revoked" if attempt.revoked else reason,
+            traceback="" if attempt.revoked else traceback.format_exc(),
+            num_sampled=attempt.num_sampled,
         )
         await self._buffer.call(failed, CommitReply, deadline_s=self._network.call_deadline_s)
 
-    async def _roll_out(self, lease: Lease, label: str, started: float, deadline: asyncio.Timeout) -> Trajectory:
+    async def _roll_out(self, attempt: Attempt) -> Trajectory:
+        lease = attempt.lease
         prompt_ids = np.asarray(self._codec.encode(lease.task), dtype=np.int32)
-        answer = await self._turn(lease, label, prompt_ids, deadline, turn=0)
+        answer = await self._turn(attempt, prompt_ids, turn=0)
         score = await self._score(lease, answer)
         outcome: Outcome = "truncated" if answer.finish_reason == "length" else "completed"
         if score.reward is None:
@@ -156,13 +223,34 @@ class EnvRole:
             reward=score.reward,
             reward_components=score.components,
             finish_reason="reward deadline" if score.timed_out else answer.finish_reason,
-            seconds=self._clock.now() - started,
+            seconds=self._clock.now() - attempt.started,
         )
 
-    async def _turn(
-        self, lease: Lease, label: str, prompt_ids: Int32Array, deadline: asyncio.Timeout, *, turn: int
-    ) -> GenerateReply:
+    async def _turn(self, attempt: Attempt, prompt_ids: Int32Array, *, turn: int) -> GenerateReply:
         """All tokens of one turn as one reply. What it waited for an engine is added to the deadline."""
+        request = self._request(attempt, prompt_ids, turn)
+        stream = self._proxy.stream(request, GenerateReply, idle_deadline_s=self._rollout.turn_deadline_s)
+        parts = []
+        attempt.request = request.request
+        try:
+            async for part in stream:
+                parts.append(part)
+                attempt.num_sampled += len(part.token_ids)
+                if part.waited_s and not attempt.revoked and (when := attempt.deadline.when()) is not None:
+                    attempt.deadline.reschedule(when + part.waited_s)
+        finally:
+            attempt.request = ""
+        if parts[-1].finish_reason == "aborted":
+            raise RemoteError("Aborted", f"{request.request} was aborted at the engine")
+        return GenerateReply(
+            token_ids=np.concatenate([part.token_ids for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            versions=np.concatenate([part.versions for part in parts]),
+            finish_reason=parts[-1].finish_reason,
+        )
+
+    def _request(self, attempt: Attempt, prompt_ids: Int32Array, turn: int) -> Generate:
+        lease = attempt.lease
         sample, training = lease.sample, lease.purpose == "train"
         limit = self._sampling.max_new_tokens
         if not training and self._evaluation.max_new_tokens is not None:
@@ -170,8 +258,8 @@ class EnvRole:
         seed = self._seed if training else self._seed ^ EVAL_SEED_OFFSET
         if len(prompt_ids) + limit > self._max_context_tokens:
             raise ConfigError([self._too_long(lease.task, len(prompt_ids), limit)])
-        request = Generate(
-            request=f"{self._name}/{label}/t{turn}",
+        return Generate(
+            request=f"{self._name}/{attempt.label}/t{turn}",
             session=f"{lease.purpose}-{sample}",
             key=SamplingKey(seed, sample.group, sample.member, sample.retry, turn),
             prompt_ids=prompt_ids,
@@ -182,20 +270,6 @@ class EnvRole:
             stop_strings=self._sampling.stop_strings,
             min_version=lease.min_version,
             pin_version=lease.pin_version,
-        )
-        stream = self._proxy.stream(request, GenerateReply, idle_deadline_s=self._rollout.turn_deadline_s)
-        parts = []
-        async for part in stream:
-            parts.append(part)
-            if part.waited_s and (when := deadline.when()) is not None:
-                deadline.reschedule(when + part.waited_s)
-        if parts[-1].finish_reason == "aborted":
-            raise RemoteError("Aborted", f"{request.request} was aborted at the engine")
-        return GenerateReply(
-            token_ids=np.concatenate([part.token_ids for part in parts]),
-            logprobs=np.concatenate([part.logprobs for part in parts]),
-            versions=np.concatenate([part.versions for part in parts]),
-            finish_reason=parts[-1].finish_reason,
         )
 
     def _too_long(self, task: Task, num_tokens: int, limit: int) -> str:

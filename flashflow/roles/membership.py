@@ -88,5 +88,9 @@ class Leases:
         if self.holds(sample, epoch):
             del self._held[sample.group, sample.member]
 
+    def of_group(self, group: int, num_members: int) -> list[Holding]:
+        held = (self._held.get((group, member)) for member in range(num_members))
+        return [holding for holding in held if holding is not None]
+
     def older_than(self, moment: float) -> list[Holding]:
         return [held for held in self if held.since < moment]

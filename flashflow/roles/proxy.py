@@ -84,6 +84,7 @@ class ProxyRole:
         self._suspended = False
         self._sessions: OrderedDict[str, EngineEnd] = OrderedDict()
         self._queued: set[str] = set()
+        self._running: dict[str, EngineEnd] = {}
         self._aborted: set[str] = set()
         self._revivals: dict[str, asyncio.Task[None]] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -99,9 +100,9 @@ class ProxyRole:
             case Generate():
                 return await self._generate(message, emit)
             case Abort():
-                self._aborted |= self._queued & set(message.requests)
+                self._aborted |= (self._queued | self._running.keys()) & set(message.requests)
                 await self._notify()
-                await self._broadcast(message)
+                await self._abort(message.requests)
                 return Ack()
             case Suspend() | Resume():
                 self._suspended = isinstance(message, Suspend)
@@ -133,12 +134,19 @@ class ProxyRole:
     # ---- ADD
 
     async def _generate(self, request: Generate, emit: Emit) -> GenerateReply:
+        try:
+            return await self._answer(request, emit)
+        finally:
+            self._aborted.discard(request.request)
+
+    async def _answer(self, request: Generate, emit: Emit) -> GenerateReply:
         """Streams the answer; what a dead engine had streamed is kept and another goes on from there."""
         for _ in range(MAX_DISPATCHES):
             engine = await self._reserve(request, emit)
             if engine is None:
                 return _nothing("aborted")
             work = len(request.prompt_ids) + request.max_new_tokens
+            self._running[request.request] = engine
             try:
                 parts = engine.client.stream(request, GenerateReply, idle_deadline_s=self._rollout.turn_deadline_s)
                 async for part in parts:
@@ -154,6 +162,7 @@ class ProxyRole:
                     raise
                 self._lost(engine)
             finally:
+                del self._running[request.request]
                 engine.outstanding_tokens -= work
                 engine.requests -= 1
                 await self._notify()
@@ -179,7 +188,6 @@ class ProxyRole:
             return engine
         finally:
             self._queued.discard(request.request)
-            self._aborted.discard(request.request)
 
     async def _settled(self, request: Generate) -> bool:
         """True as soon as the request has an engine, or never will; False after `long_poll_s`."""
@@ -285,7 +293,19 @@ class ProxyRole:
         if not done.cancelled() and done.exception() is not None and not self.failed.done():
             self.failed.set_exception(BudgetError(f"{engine.name} did not come back: {done.exception()}"))
 
-    async def _broadcast(self, message: Abort | Suspend | Resume) -> None:
+    async def _abort(self, requests: list[str]) -> None:
+        """At the engines that decode them. One that is lost has dropped them."""
+        by_engine: dict[EngineEnd, list[str]] = {}
+        for name in requests:
+            if (engine := self._running.get(name)) is not None:
+                by_engine.setdefault(engine, []).append(name)
+        deadline_s = self._network.call_deadline_s
+        calls = [e.client.call(Abort(requests=names), Ack, deadline_s=deadline_s) for e, names in by_engine.items()]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, TransportError):
+                raise outcome
+
+    async def _broadcast(self, message: Suspend | Resume) -> None:
         deadline_s = self._network.call_deadline_s
         calls = (e.client.call(message, Ack, deadline_s=deadline_s) for e in self._engines if e.version >= 0)
         await asyncio.gather(*calls)

@@ -1,0 +1,55 @@
+"""Rules and cautions of the rollout section's scheduling; written as those of rules.py, which applies them.
+
+What ends attempts before they end by themselves ends the long ones: trained answers are shorter than generated ones
+(contract 2), which a caution says of every such option.
+"""
+
+from collections.abc import Iterator
+
+from flashflow.config.sections import RolloutSection
+
+
+def lost_groups_have_a_limit(rollout: RolloutSection) -> Iterator[str]:
+    if rollout.max_failed_fraction == 1:
+        yield (
+            f"rollout.max_failed_fraction: 1 with rollout.failures {rollout.failures} would replace failing groups for "
+            "ever; set it below 1"
+        )
+
+
+def a_quorum_is_part_of_the_group(rollout: RolloutSection) -> Iterator[str]:
+    quorum = rollout.min_members
+    if quorum is None:
+        return
+    if quorum > rollout.group_size:
+        yield (
+            f"rollout.min_members: {quorum} is more than rollout.group_size {rollout.group_size}, which is enough by "
+            "itself; lower it"
+        )
+    elif quorum < rollout.group_size and rollout.straggler_deadline_s is None:
+        yield (
+            f"rollout.min_members: {quorum} has no effect with rollout.straggler_deadline_s null, at which it counts; "
+            "set a deadline, or remove it"
+        )
+
+
+def short_answers_win_races(rollout: RolloutSection) -> Iterator[str]:
+    if rollout.redundant_groups:
+        yield (
+            f"rollout.redundant_groups: {rollout.redundant_groups} favours short answers: groups that finish late are "
+            "aborted when no batch may take them; 0 trains the lengths that were generated"
+        )
+    if rollout.redundant_members:
+        yield (
+            f"rollout.redundant_members: {rollout.redundant_members} favours short answers: the last of each group are "
+            "aborted; 0 trains the lengths that were generated"
+        )
+    if rollout.straggler_deadline_s is not None:
+        yield (
+            f"rollout.straggler_deadline_s: {rollout.straggler_deadline_s:g} favours short answers once it fires: what "
+            "is not finished is aborted; see ledger_expired in the metrics"
+        )
+
+
+SCHEDULING_RULES = (lost_groups_have_a_limit, a_quorum_is_part_of_the_group)
+SCHEDULING_CAUTIONS = (short_answers_win_races,)
