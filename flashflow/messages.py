@@ -71,6 +71,19 @@ class Revoked(Message):
     leases: list[RevokedLease]
 
 
+class AwaitScoring(Message):
+    """Schedule sync_naive: the attempt's tokens are there; answered once it may be scored, or after `long_poll_s`."""
+
+    sample: SampleId
+    lease_epoch: int
+
+
+class ScoringReply(Message):
+    """`score: false`: not yet, ask again."""
+
+    score: bool
+
+
 class Commit(Message):
     """A finished attempt."""
 
@@ -295,7 +308,8 @@ class Finish(Message):
 
 
 ANY = (
-    AcquireLease | Lease | NoLease | AwaitRevoked | Revoked | Commit | AttemptFailed | CommitReply
+    AcquireLease | Lease | NoLease | AwaitRevoked | Revoked | AwaitScoring | ScoringReply
+    | Commit | AttemptFailed | CommitReply
     | Generate | GenerateReply | Abort | Suspend | Resume | Update | Serving
     | EngineStatusRequest | EngineStatus | Ack | Score | ScoreReply
     | NextBatch | BatchReply | FetchRows | Rows | ServingVersion | EnginesPaused | Checkpointed

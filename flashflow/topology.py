@@ -22,6 +22,7 @@ class Edge(NamedTuple):
 EDGES: tuple[Edge, ...] = (
     Edge("env", "buffer", m.AcquireLease, (m.Lease, m.NoLease)),
     Edge("env", "buffer", m.AwaitRevoked, m.Revoked),
+    Edge("env", "buffer", m.AwaitScoring, m.ScoringReply),
     Edge("env", "buffer", m.Commit, m.CommitReply),
     Edge("env", "buffer", m.AttemptFailed, m.CommitReply),
     Edge("env", "proxy", m.Generate, m.GenerateReply, streamed=True),

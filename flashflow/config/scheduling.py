@@ -6,7 +6,36 @@ What ends attempts before they end by themselves ends the long ones: trained ans
 
 from collections.abc import Iterator
 
-from flashflow.config.sections import RolloutSection
+from flashflow.config.sections import BatchSection, PlacementSection, RolloutSection
+
+
+def a_synchronous_schedule_runs_nothing_ahead(rollout: RolloutSection) -> Iterator[str]:
+    if rollout.schedule != "async" and rollout.alpha > 0:
+        yield (
+            f"rollout.schedule: {rollout.schedule} is synchronous, but rollout.alpha is {rollout.alpha:g}; "
+            "set alpha to 0, or the schedule to async"
+        )
+
+
+def a_whole_batch_leaves_nobody_out(
+    rollout: RolloutSection, batch: BatchSection, placement: PlacementSection
+) -> Iterator[str]:
+    if rollout.schedule != "sync_naive":
+        return
+    for name in ("redundant_groups", "redundant_members", "straggler_deadline_s"):
+        value = getattr(rollout, name)
+        if value:
+            yield (
+                f"rollout.{name}: {value:g} contradicts rollout.schedule sync_naive, which scores nothing before all "
+                "is generated; remove it, or choose sync_queue"
+            )
+    samples, running = batch.groups * rollout.group_size, rollout.concurrency * placement.env
+    if running < samples:
+        yield (
+            f"rollout.concurrency: {rollout.concurrency} x placement.env {placement.env} is less than the {samples} "
+            f"samples of a batch, which rollout.schedule sync_naive keeps running until all are generated; raise it to "
+            f"{-(-samples // placement.env)}"
+        )
 
 
 def lost_groups_have_a_limit(rollout: RolloutSection) -> Iterator[str]:
@@ -51,5 +80,10 @@ def short_answers_win_races(rollout: RolloutSection) -> Iterator[str]:
         )
 
 
-SCHEDULING_RULES = (lost_groups_have_a_limit, a_quorum_is_part_of_the_group)
+SCHEDULING_RULES = (
+    a_synchronous_schedule_runs_nothing_ahead,
+    a_whole_batch_leaves_nobody_out,
+    lost_groups_have_a_limit,
+    a_quorum_is_part_of_the_group,
+)
 SCHEDULING_CAUTIONS = (short_answers_win_races,)

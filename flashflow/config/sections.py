@@ -143,6 +143,9 @@ class RolloutSection(Section):
     """Attempts at one task, compared with each other."""
     alpha: NonNegativeFloat = 1.0
     """Async ratio: bounds every sample's staleness; 0 is synchronous."""
+    schedule: Literal["async", "sync_queue", "sync_naive"] = "async"
+    """`sync_queue`: attempts overlap within a step, nothing does across steps (alpha 0). `sync_naive`: moreover a batch
+    is generated whole before any of it is scored. Both are baselines to measure `async` against."""
     on_stale: Literal["wait", "drop"] = "wait"
     """`wait`: the trainer waits for a group that would otherwise grow too old. `drop`: it expires and is replaced."""
     concurrency: PositiveInt = 64

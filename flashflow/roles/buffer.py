@@ -30,6 +30,7 @@ from flashflow.messages import (
     AcquireLease,
     AttemptFailed,
     AwaitRevoked,
+    AwaitScoring,
     Checkpointed,
     Commit,
     CommitReply,
@@ -140,6 +141,8 @@ class Buffer:
                 return await self._leasing.acquire(peer)
             case AwaitRevoked():
                 return await self._leasing.revoked(peer)
+            case AwaitScoring():
+                return await self._leasing.may_score(message.sample, message.lease_epoch)
             case Commit():
                 return CommitReply(status=self._leasing.commit(message))
             case AttemptFailed():

@@ -10,6 +10,7 @@ never: stamps a version, keeps a sample to itself, decides what is trained.
 
 import asyncio
 import contextlib
+import math
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -32,6 +33,7 @@ from flashflow.messages import (
     AcquireLease,
     AttemptFailed,
     AwaitRevoked,
+    AwaitScoring,
     Commit,
     CommitReply,
     Generate,
@@ -43,6 +45,7 @@ from flashflow.messages import (
     SamplingKey,
     Score,
     ScoreReply,
+    ScoringReply,
 )
 from flashflow.records import Int32Array, Outcome, Purpose, SampleId, Task, Trajectory
 from flashflow.transport.channel import Client
@@ -80,6 +83,11 @@ class Attempt:
         """Its request at the proxy; empty while it has none."""
         self.num_sampled = 0
         self.revoked = False
+
+    @property
+    def remaining_s(self) -> float:
+        when = self.deadline.when()
+        return math.inf if when is None else when - asyncio.get_running_loop().time()
 
     def end_in(self, seconds: float) -> None:
         self.deadline.reschedule(asyncio.get_running_loop().time() + seconds)
@@ -207,6 +215,8 @@ class EnvRole:
         lease = attempt.lease
         prompt_ids = np.asarray(self._codec.encode(lease.task), dtype=np.int32)
         answer = await self._turn(attempt, prompt_ids, turn=0)
+        if self._rollout.schedule == "sync_naive" and lease.purpose == "train":
+            await self._whole_batch(attempt)
         score = await self._score(lease, answer)
         outcome: Outcome = "truncated" if answer.finish_reason == "length" else "completed"
         if score.reward is None:
@@ -278,6 +288,17 @@ class EnvRole:
             f"in row {task.cursor} of the data and max_new_tokens {limit} together; raise the first, lower the last, "
             f"or drop such rows: {self._codec.prompt_text(task)[:200]!r}"
         )
+
+    async def _whole_batch(self, attempt: Attempt) -> None:
+        """Returns when the rest of the batch is generated too; the wait counts against no deadline."""
+        sample, epoch = attempt.lease.sample, attempt.lease.lease_epoch
+        remaining_s = attempt.remaining_s
+        attempt.deadline.reschedule(None)
+        ask = AwaitScoring(sample=sample, lease_epoch=epoch)
+        deadline_s = self._network.long_poll_s + self._network.call_deadline_s
+        while not (await self._buffer.call(ask, ScoringReply, deadline_s=deadline_s)).score:
+            pass
+        attempt.end_in(remaining_s)
 
     async def _score(self, lease: Lease, answer: GenerateReply) -> ScoreReply:
         self._scored += 1

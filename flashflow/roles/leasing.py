@@ -10,7 +10,7 @@ from flashflow.errors import ContractError
 from flashflow.ledger import Verdict
 from flashflow.ledger import events as e
 from flashflow.ledger.book import EPOCHS_PER_OPENING
-from flashflow.messages import AttemptFailed, Commit, EvalReply, Lease, NoLease, Revoked
+from flashflow.messages import AttemptFailed, Commit, EvalReply, Lease, NoLease, Revoked, ScoringReply
 from flashflow.records import SampleId, Task
 from flashflow.roles.bookkeeper import Bookkeeper
 from flashflow.roles.evaluation import Evaluation
@@ -72,6 +72,17 @@ class Leasing:
     async def revoked(self, peer: Peer) -> Revoked:
         """Leases of `peer` that ended under it, as soon as there is one; none after the long poll."""
         return await self._revocations.of(peer, self._long_poll_s)
+
+    async def may_score(self, sample: SampleId, epoch: int) -> ScoringReply:
+        """Whether every attempt of the batch has its tokens by now; waited for as long as a long poll."""
+        self._leases.generated(sample, epoch)
+        until = self._clock.now() + self._long_poll_s
+        while not self._generation_ended():
+            remaining_s = until - self._clock.now()
+            if remaining_s <= 0:
+                return ScoringReply(score=False)
+            await self._leases.news.wait(remaining_s)
+        return ScoringReply(score=True)
 
     def commit(self, commit: Commit) -> Verdict:
         sample, epoch = commit.trajectory.sample, commit.lease_epoch
@@ -163,6 +174,7 @@ class Leasing:
         """Nothing is leased any more."""
         self._over = True
         self._books.lease_news.notify()
+        self._leases.news.notify()
 
     def idle_reason(self) -> str:
         """Why there is nothing to lease."""
@@ -211,6 +223,11 @@ class Leasing:
             task=task,
             min_version=ledger.min_version(leased.group),
         )
+
+    def _generation_ended(self) -> bool:
+        """Nothing generates, and nothing is about to."""
+        idle = not self._books.ledger.queue and (bool(self._books.ledger.closed()) or self._books.data_ended())
+        return self._over or bool(self._books.fatal) or (idle and self._leases.all_generated)
 
     def _eval_commit(self, commit: Commit) -> Verdict:
         evaluation = self._evaluating

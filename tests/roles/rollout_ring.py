@@ -71,6 +71,8 @@ class TimedEngine:
         self.token_s = token_s
         self.aborts: dict[str, asyncio.Event] = {}
         self.sampled = 0
+        self.ended: list[tuple[float, SampleId]] = []
+        """Requests answered whole, and when."""
 
     async def handle(self, message, peer, emit):
         match message:
@@ -99,8 +101,8 @@ class TimedEngine:
         if self.version < request.min_version:
             raise NotServing(f"version {self.version} is served")
         aborted = self.aborts[request.request] = asyncio.Event()
-        key = request.key
-        length = self.length_of(SampleId(key.group, key.member, key.retry))
+        sample = SampleId(request.key.group, request.key.member, request.key.retry)
+        length = self.length_of(sample)
         versions: list[int] = []
         try:
             async with self.free:
@@ -114,6 +116,8 @@ class TimedEngine:
         finally:
             del self.aborts[request.request]
             self.sampled += len(versions)
+        if not aborted.is_set():
+            self.ended.append((asyncio.get_running_loop().time(), sample))
         return GenerateReply(
             token_ids=np.ones(len(versions), np.int32),
             logprobs=np.full(len(versions), -1.0, np.float32),
