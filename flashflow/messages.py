@@ -43,6 +43,8 @@ class Lease(Message):
     """No token may be sampled by weights older than this."""
     pin_version: int | None = None
     """Evaluation: exactly these weights."""
+    block_size: int = 1
+    """Attempts at the group whose first turns go to one engine together; 1 once one of them is tried again."""
 
 
 class NoLease(Message):
@@ -129,7 +131,7 @@ class Generate(Message):
     request: str
     """Unique over the run."""
     session: str
-    """Same for all turns of one attempt: the proxy keeps it on one engine."""
+    """Same for all turns of one attempt, or of one group: the proxy keeps it on one engine."""
     key: SamplingKey
     prompt_ids: Int32Array
     generated_ids: Int32Array
@@ -141,6 +143,8 @@ class Generate(Message):
     stop_strings: list[str]
     min_version: int
     pin_version: int | None = None
+    block_size: int = 1
+    """So many requests of this session begin together on one engine; the proxy gathers them first."""
 
 
 class GenerateReply(Message):

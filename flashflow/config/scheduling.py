@@ -6,7 +6,7 @@ What ends attempts before they end by themselves ends the long ones: trained ans
 
 from collections.abc import Iterator
 
-from flashflow.config.sections import BatchSection, PlacementSection, RolloutSection
+from flashflow.config.sections import BatchSection, EngineSection, PlacementSection, RolloutSection
 
 
 def a_synchronous_schedule_runs_nothing_ahead(rollout: RolloutSection) -> Iterator[str]:
@@ -35,6 +35,15 @@ def a_whole_batch_leaves_nobody_out(
             f"rollout.concurrency: {rollout.concurrency} x placement.env {placement.env} is less than the {samples} "
             f"samples of a batch, which rollout.schedule sync_naive keeps running until all are generated; raise it to "
             f"{-(-samples // placement.env)}"
+        )
+
+
+def a_block_can_begin_together(rollout: RolloutSection, placement: PlacementSection) -> Iterator[str]:
+    members, running = rollout.group_size + rollout.redundant_members, rollout.concurrency * placement.env
+    if not rollout.replicate_prompts and running < members:
+        yield (
+            f"rollout.replicate_prompts: false starts the {members} attempts at a task together, but "
+            f"rollout.concurrency {rollout.concurrency} x placement.env {placement.env} runs fewer; raise it"
         )
 
 
@@ -83,7 +92,26 @@ def short_answers_win_races(rollout: RolloutSection) -> Iterator[str]:
 SCHEDULING_RULES = (
     a_synchronous_schedule_runs_nothing_ahead,
     a_whole_batch_leaves_nobody_out,
+    a_block_can_begin_together,
     lost_groups_have_a_limit,
     a_quorum_is_part_of_the_group,
 )
-SCHEDULING_CAUTIONS = (short_answers_win_races,)
+
+
+def whole_groups_wait_for_one_engine(
+    rollout: RolloutSection, engine: EngineSection, placement: PlacementSection
+) -> Iterator[str]:
+    members = rollout.group_size + rollout.redundant_members
+    if not rollout.replicate_prompts and placement.engine > 1:
+        yield (
+            f"rollout.replicate_prompts: false keeps each group on one of placement.engine {placement.engine} engines: "
+            "long answers meet there while others idle; true spreads them"
+        )
+    if not rollout.replicate_prompts and members > engine.slots:
+        yield (
+            f"rollout.replicate_prompts: false sends {members} attempts at once to an engine of engine.slots "
+            f"{engine.slots}: the last of them wait in it"
+        )
+
+
+SCHEDULING_CAUTIONS = (short_answers_win_races, whole_groups_wait_for_one_engine)

@@ -146,6 +146,9 @@ class RolloutSection(Section):
     schedule: Literal["async", "sync_queue", "sync_naive"] = "async"
     """`sync_queue`: attempts overlap within a step, nothing does across steps (alpha 0). `sync_naive`: moreover a batch
     is generated whole before any of it is scored. Both are baselines to measure `async` against."""
+    replicate_prompts: bool = True
+    """true: the members of a group are requests of their own, each to the engine with the least to do. false: they go
+    to one engine together, as one request for several samples does, and the group takes as long as that engine."""
     on_stale: Literal["wait", "drop"] = "wait"
     """`wait`: the trainer waits for a group that would otherwise grow too old. `drop`: it expires and is replaced."""
     concurrency: PositiveInt = 64

@@ -270,7 +270,7 @@ class EnvRole:
             raise ConfigError([self._too_long(lease.task, len(prompt_ids), limit)])
         return Generate(
             request=f"{self._name}/{attempt.label}/t{turn}",
-            session=f"{lease.purpose}-{sample}",
+            session=f"{lease.purpose}-{sample if self._rollout.replicate_prompts else sample.group}",
             key=SamplingKey(seed, sample.group, sample.member, sample.retry, turn),
             prompt_ids=prompt_ids,
             generated_ids=np.zeros(0, np.int32),
@@ -280,6 +280,7 @@ class EnvRole:
             stop_strings=self._sampling.stop_strings,
             min_version=lease.min_version,
             pin_version=lease.pin_version,
+            block_size=lease.block_size if turn == 0 else 1,
         )
 
     def _too_long(self, task: Task, num_tokens: int, limit: int) -> str:

@@ -222,7 +222,14 @@ class Leasing:
             purpose="train",
             task=task,
             min_version=ledger.min_version(leased.group),
+            block_size=self._block_size(leased),
         )
+
+    def _block_size(self, leased: e.Leased) -> int:
+        """An attempt that is tried again has no others to go with."""
+        group = self._books.ledger.groups[leased.group]
+        together = not self._rollout.replicate_prompts and group.members[leased.member].retry == group.retry
+        return len(group.members) if together else 1
 
     def _generation_ended(self) -> bool:
         """Nothing generates, and nothing is about to."""

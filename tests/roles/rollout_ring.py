@@ -73,6 +73,8 @@ class TimedEngine:
         self.sampled = 0
         self.ended: list[tuple[float, SampleId]] = []
         """Requests answered whole, and when."""
+        self.groups: set[int] = set()
+        """Of which it decoded something."""
 
     async def handle(self, message, peer, emit):
         match message:
@@ -103,6 +105,7 @@ class TimedEngine:
         aborted = self.aborts[request.request] = asyncio.Event()
         sample = SampleId(request.key.group, request.key.member, request.key.retry)
         length = self.length_of(sample)
+        self.groups.add(sample.group)
         versions: list[int] = []
         try:
             async with self.free:
@@ -315,10 +318,13 @@ def left_over(buffer, proxy, envs, engines) -> Counter:
     maps = {
         "leases": buffer._leasing._leases,
         "revocations": buffer._leasing._revocations,
-        "proxy queue": proxy._queued,
+        "proxy queue": proxy._queue,
+        "proxy units": proxy._queue._units,
+        "proxy blocks": proxy._queue._blocks,
         "proxy running": proxy._running,
         "proxy aborted": proxy._aborted,
         "attempts": [attempt for env in envs for attempt in env._attempts],
+        "reserved": range(sum(engine.requests + engine.outstanding_tokens for engine in proxy._engines)),
         "engines": [name for engine in engines for name in engine.aborts],
     }
     return Counter({name: len(kept) for name, kept in maps.items() if len(kept)})

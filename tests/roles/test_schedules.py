@@ -72,9 +72,32 @@ def test_naively_crashes_and_filtered_groups_are_made_up_for(tmp_path):
     assert played.leftovers == {}
 
 
+def test_without_prompt_replication_a_group_stays_on_one_engine_and_takes_longer(tmp_path):
+    options = {"steps": 4, "alpha": 0.0, "groups": 8, "group_size": 8, "num_engines": 4, "slots": 16, "concurrency": 64}
+    together = play(tmp_path / "t", replicate_prompts=False, length_of=lengths(2), **options)
+    apart = play(tmp_path / "a", length_of=lengths(2), **options)
+    assert sum(len(engine.groups) for engine in together.engines) == together.ledger.next_group
+    assert sum(len(engine.groups) for engine in apart.engines) > apart.ledger.next_group
+    assert apart.taken_at[-1] < together.taken_at[-1]
+    assert together.leftovers == {}
+
+
+def test_without_prompt_replication_crashed_members_are_tried_again_alone(tmp_path):
+    def fate_of(score):
+        return None if score.sample.member == 1 and score.sample.retry == 0 else 0.5
+
+    played = play(tmp_path, steps=5, replicate_prompts=False, fate_of=fate_of)
+    assert len(played.manifests) == 5
+    assert {row.sample.retry for manifest in played.manifests for row in manifest.rows} == {0, 1}
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
+        (
+            {"rollout.replicate_prompts": False, "rollout.concurrency": 3},
+            "rollout.replicate_prompts: false starts the 4",
+        ),
         (
             {"rollout.alpha": 1, "rollout.schedule": "sync_queue"},
             "rollout.schedule: sync_queue is synchronous, but rollo",
