@@ -29,9 +29,12 @@ from flashflow.messages import (
     Ack,
     AcquireLease,
     AttemptFailed,
+    AwaitRevoked,
+    AwaitScoring,
     Checkpointed,
     Commit,
     CommitReply,
+    EnginesPaused,
     Evaluate,
     FetchRows,
     Finish,
@@ -78,6 +81,9 @@ class Buffer:
             alpha=rollout.alpha,
             on_stale=rollout.on_stale,
             max_attempts=rollout.max_attempts,
+            redundant_groups=rollout.redundant_groups,
+            redundant_members=rollout.redundant_members,
+            min_members=rollout.min_members,
             failures=rollout.failures,
             filters=filters,
             replay=replay,
@@ -105,19 +111,20 @@ class Buffer:
         self._handover = Handover(
             books=self._books, members=self._members, rollout=rollout, network=network, seed=run.seed, clock=clock
         )
-        self._tending: asyncio.Task[None] | None = None
+        self._tending: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """From now on the journal is synced every journal.fsync_s."""
-        self._tending = asyncio.create_task(self._tend())
+        """From now on the journal is synced every journal.fsync_s, and deadlines are kept."""
+        work = (self._tend(), self._leasing.stragglers.run())
+        self._tending = [asyncio.create_task(coroutine) for coroutine in work]
 
     async def close(self) -> None:
-        """Syncs the journal and gives it up. Calls that still wait are not answered. Raises what ended the syncing."""
+        """Syncs the journal and gives it up. Calls that still wait are not answered. Raises what ended the tending."""
         try:
-            if self._tending is not None:
-                self._tending.cancel()
-                await asyncio.wait({self._tending})
-                self._raise_if_not_tended()
+            for task in self._tending:
+                task.cancel()
+            await asyncio.gather(*self._tending, return_exceptions=True)
+            self._raise_if_not_tended()
         finally:
             await self._journal.offload(self._journal.close)
 
@@ -133,6 +140,10 @@ class Buffer:
         match message:
             case AcquireLease():
                 return await self._leasing.acquire(peer)
+            case AwaitRevoked():
+                return await self._leasing.revoked(peer)
+            case AwaitScoring():
+                return await self._leasing.may_score(message.sample, message.lease_epoch)
             case Commit():
                 return CommitReply(status=self._leasing.commit(message))
             case AttemptFailed():
@@ -165,7 +176,11 @@ class Buffer:
             case FetchRows():
                 return await self._handover.fetch(message)
             case ServingVersion():
+                self._leasing.stragglers.pause(False)
                 return self._handover.serving(message.version, peer)
+            case EnginesPaused():
+                self._leasing.stragglers.pause(message.paused)
+                return Ack()
             case Checkpointed():
                 return await self._handover.checkpointed(message.step)
             case Evaluate():
@@ -190,6 +205,7 @@ class Buffer:
             self._leasing.take_back_forgotten()
 
     def _raise_if_not_tended(self) -> None:
-        """The failure that ended the background task, if one did."""
-        if self._tending is not None and self._tending.done() and not self._tending.cancelled():
-            self._tending.result()
+        """The failure that ended a background task, if one did."""
+        for task in self._tending:
+            if task.done() and not task.cancelled():
+                task.result()
