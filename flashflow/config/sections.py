@@ -8,16 +8,19 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 from flashflow.algorithms.presets import DYNAMIC_SAMPLING, OVERLONG_PENALTY
 from flashflow.algorithms.settings import FilterConfig, ReplayConfig, ShapingConfig
+from flashflow.config.base import Section
+from flashflow.config.simulated import (
+    SimulatedData,
+    SimulatedEngineSection,
+    SimulatedTrainerSection,
+    SimulateSection,
+)
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 CACHE_SHARE = 5
 """The overlong cache is one part in so many of the budget unless it is given."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
@@ -38,8 +41,9 @@ class RunSection(Section):
 class ModelSection(Section):
     """The policy that is trained."""
 
-    path: str
-    """Folder of a Hugging Face model, a hub name, `builtin:quickstart` or `builtin:smollm2-135m` (docs/models.md)."""
+    path: str = ""
+    """Folder of a Hugging Face model, a hub name, `builtin:quickstart` or `builtin:smollm2-135m` (docs/models.md);
+    needed unless engine and trainer are simulated."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights, in engines and trainer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -94,7 +98,9 @@ class HuggingFaceData(Section):
     """Split of held-out problems; needed to evaluate."""
 
 
-Source = Annotated[ReasoningGymData | JsonlData | ParquetData | HuggingFaceData, Field(discriminator="kind")]
+Source = Annotated[
+    ReasoningGymData | JsonlData | ParquetData | HuggingFaceData | SimulatedData, Field(discriminator="kind")
+]
 
 
 class DataSection(Section):
@@ -143,6 +149,12 @@ class RolloutSection(Section):
     """Attempts at one task, compared with each other."""
     alpha: NonNegativeFloat = 1.0
     """Async ratio: bounds every sample's staleness; 0 is synchronous."""
+    schedule: Literal["async", "sync_queue", "sync_naive"] = "async"
+    """`sync_queue`: attempts overlap within a step, nothing does across steps (alpha 0). `sync_naive`: moreover a batch
+    is generated whole before any of it is scored. Both are baselines to measure `async` against."""
+    replicate_prompts: bool = True
+    """true: the members of a group are requests of their own, each to the engine with the least to do. false: they go
+    to one engine together, as one request for several samples does, and the group takes as long as that engine."""
     on_stale: Literal["wait", "drop"] = "wait"
     """`wait`: the trainer waits for a group that would otherwise grow too old. `drop`: it expires and is replaced."""
     concurrency: PositiveInt = 64
@@ -153,12 +165,23 @@ class RolloutSection(Section):
     """One attempt, every turn and its scoring included."""
     turn_deadline_s: PositiveFloat = 300.0
     """One answer of the model, or one step of the environment."""
+    redundant_groups: NonNegativeInt = 0
+    """Groups started beyond what alpha admits; the first to finish make the batch, a late one is kept while a later
+    batch may take it (never at alpha 0) and aborted then."""
+    redundant_members: NonNegativeInt = 0
+    """Attempts started per group beyond group_size; the first group_size with a reward win, the rest are aborted."""
+    straggler_deadline_s: PositiveFloat | None = None
+    """A group not complete so long after its first attempt began is aborted, and its task begun anew, `max_attempts`
+    times at most in all; the time in which engines take over weights does not count. null: none."""
+    min_members: PositiveInt | None = None
+    """Rewards that are enough at straggler_deadline_s for a group to be trained as it is. null: group_size."""
     failures: Literal["mask", "filter"] = "mask"
     """A sample without reward. `mask`: it stays in its group, untrained and out of the baseline. `filter`: it is tried
     again as a broken environment is, and a group that lost a member for good is replaced whole."""
     max_failed_fraction: float = Field(0.5, ge=0, le=1)
-    """Share past which the run stops: under `mask` of failed samples in a batch; under `filter` of groups replaced
-    since the last batch, of these and the complete ones that wait, which count as a batch and as 16 at least."""
+    """Share past which the run stops: under `mask` of failed samples in a batch; of groups that ended without any
+    reward, or at straggler_deadline_s, since the last batch, of these and the complete ones that wait, which count as a
+    batch at least; under `filter` of groups replaced, with 16 at least."""
 
 
 class BatchSection(Section):
@@ -270,7 +293,16 @@ class TorchEngineSection(Section):
     """Sampled tokens are handed on so often; what a dead engine had not handed on is sampled again."""
 
 
-EngineSection = TorchEngineSection
+EngineSection = TorchEngineSection | SimulatedEngineSection
+
+
+class FsdpTrainerSection(Section):
+    """FSDP2 over the trainer ranks."""
+
+    kind: Literal["fsdp"] = "fsdp"
+
+
+TrainerSection = FsdpTrainerSection | SimulatedTrainerSection
 
 
 class WeightsSection(Section):
@@ -359,7 +391,7 @@ class PlacementSection(Section):
 
 class Config(Section):
     run: RunSection = RunSection()
-    model: ModelSection
+    model: ModelSection = ModelSection()
     data: DataSection
     reward: RewardSection
     sampling: SamplingSection = SamplingSection()
@@ -371,17 +403,24 @@ class Config(Section):
     replay: ReplaySection = ReplaySection()
     optimizer: OptimizerSection = OptimizerSection()
     critic: CriticSection | None = None
-    engine: EngineSection = TorchEngineSection()
+    engine: Annotated[EngineSection, Field(discriminator="kind")] = TorchEngineSection()
+    trainer: Annotated[TrainerSection, Field(discriminator="kind")] = FsdpTrainerSection()
     weights: WeightsSection = WeightsSection()
     evaluation: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     journal: JournalSection = JournalSection()
     network: NetworkSection = NetworkSection()
     placement: PlacementSection = PlacementSection()
+    simulate: SimulateSection = SimulateSection()
 
     @property
     def run_folder(self) -> Path:
         return self.run.folder / self.run.name
+
+    @property
+    def simulated(self) -> bool:
+        """No model, no tokenizer and no environment: the parts that compute are simulated (config/rules.py)."""
+        return self.trainer.kind == "simulated"
 
     @property
     def samples_per_batch(self) -> int:
@@ -393,8 +432,8 @@ class Config(Section):
 
     @property
     def max_groups_in_flight(self) -> int:
-        """floor((1 + alpha) x groups): waiting, running and training together."""
-        return math.floor((1 + self.rollout.alpha) * self.batch.groups)
+        """floor((1 + alpha) x groups) + redundant_groups: waiting, running and training together."""
+        return math.floor((1 + self.rollout.alpha) * self.batch.groups) + self.rollout.redundant_groups
 
     @property
     def filtering(self) -> FilterConfig:

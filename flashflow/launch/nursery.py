@@ -36,9 +36,10 @@ GPU_DRIVER = Path("/dev/nvidiactl")
 
 @contextlib.contextmanager
 def opened(config: Config) -> Iterator["Nursery | None"]:
-    """None where it would not do: beside a GPU, whose driver does not survive a fork once an import has touched it."""
+    """None where nothing is gained (one process, simulated parts), and beside a GPU, whose driver does not survive a
+    fork once an import has touched it."""
     device, one_process = config.model.device, config.run.runtime == "in_process"
-    if one_process or device == "cuda" or (device == "auto" and GPU_DRIVER.exists()):
+    if one_process or config.simulated or device == "cuda" or (device == "auto" and GPU_DRIVER.exists()):
         yield None
         return
     nursery = Nursery.start(config.placement.threads)

@@ -161,32 +161,27 @@ class RoleProcess:
 
     async def _engine(self) -> None:
         with ThreadPoolExecutor(1, "engine") as executor:
-            engine = build.engine(self.config, self.spec.index, self.clock, executor, self.reach)
+            engine = build.engine(self.config, self.spec.index, self.clock, executor, reach=self.reach)
             self.reach("built")
             await self._serve(engine, engine.run())
 
     async def _env(self) -> None:
-        env = build.env(self.config, self.spec.index, self.transport, self.clock, self.reach)
+        env = build.env(self.config, self.spec.index, self.transport, self.clock, reach=self.reach)
         self.reach("built")
         self.describe = env.describe
         self._ready()
         await self._until_stopped(env.run())
 
     async def _trainer(self) -> None:
-        from flashflow.models import resolve_device
         from flashflow.transport import rpc
 
         await asyncio.to_thread(self._join_gang, rank=1 + self.spec.index)
-        gang, deadline_s = self._gang_folder(), self.config.network.train_step_deadline_s
-        rpc.init_process_group(
-            resolve_device(self.config.model.device).type,
-            rank=self.spec.index,
-            world_size=self.config.placement.trainer,
-            store=gang / "group",
-            deadline_s=deadline_s,
-        )
+        if not self.config.simulated:
+            self._join_ranks()
         with ThreadPoolExecutor(1, "trainer") as executor:
-            trainer = build.trainer(self.config, self.spec.index, self.transport, self.spec.run_id, executor)
+            trainer = build.trainer(
+                self.config, self.spec.index, self.transport, self.spec.run_id, executor, self.clock
+            )
             self.reach("built")
             self.describe = trainer.describe
             rpc.serve(asyncio.get_running_loop(), trainer.answer)
@@ -240,6 +235,19 @@ class RoleProcess:
         folder = self.config.run_folder / "gang" / f"{self.spec.run_id}-{self.spec.generation}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+    def _join_ranks(self) -> None:
+        """The trainer ranks' collectives."""
+        from flashflow.models import resolve_device
+        from flashflow.transport import rpc
+
+        rpc.init_process_group(
+            resolve_device(self.config.model.device).type,
+            rank=self.spec.index,
+            world_size=self.config.placement.trainer,
+            store=self._gang_folder() / "group",
+            deadline_s=self.config.network.train_step_deadline_s,
+        )
 
     def _join_gang(self, rank: int) -> None:
         from flashflow.transport import rpc
