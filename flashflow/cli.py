@@ -60,6 +60,28 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def simulate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", help="Virtual seconds, in place of run.steps.", show_default=False)
+    ] = None,
+) -> None:
+    """Run the scheduling of a config with simulated parts on a virtual clock; figures, and trace.json for Perfetto."""
+    from rich.console import Console
+
+    from flashflow.config import load_config
+    from flashflow.simulate.run import simulate as start
+    from flashflow.simulate.run import write
+    from flashflow.simulate.table import print_figures
+
+    loaded = load_config(config, [*(overrides or []), *(["run.steps=1000000000"] if seconds is not None else [])])
+    simulation = start(loaded, seconds=seconds)
+    print_figures(simulation.figures, Console())
+    typer.echo(f"trace: {write(simulation, loaded.run_folder)}")
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="CONFIG|RUN_FOLDER", help="Whose checkpoint.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", metavar="DIR", help="A new folder.", show_default=False)],

@@ -43,6 +43,8 @@ class Lease(Message):
     """No token may be sampled by weights older than this."""
     pin_version: int | None = None
     """Evaluation: exactly these weights."""
+    block_size: int = 1
+    """Attempts at the group whose first turns go to one engine together; 1 once one of them is tried again."""
 
 
 class NoLease(Message):
@@ -51,6 +53,37 @@ class NoLease(Message):
     reason: str
     finished: bool = False
     """True: nothing will ever come any more; the env may leave."""
+
+
+class AwaitRevoked(Message):
+    """Asks which leases of this env have ended under it; answered by Revoked, empty after `long_poll_s`."""
+
+
+class RevokedLease(msgspec.Struct, frozen=True, array_like=True):
+    """An attempt whose outcome nobody wants any more."""
+
+    sample: SampleId
+    lease_epoch: int
+    purpose: Purpose
+
+
+class Revoked(Message):
+    """Their attempts are to be aborted at the engine and reported as failed, with what they sampled. Told once."""
+
+    leases: list[RevokedLease]
+
+
+class AwaitScoring(Message):
+    """Schedule sync_naive: the attempt's tokens are there; answered once it may be scored, or after `long_poll_s`."""
+
+    sample: SampleId
+    lease_epoch: int
+
+
+class ScoringReply(Message):
+    """`score: false`: not yet, ask again."""
+
+    score: bool
 
 
 class Commit(Message):
@@ -69,6 +102,8 @@ class AttemptFailed(Message):
     purpose: Purpose
     reason: str
     traceback: str
+    num_sampled: int = 0
+    """Tokens it had sampled: waste."""
 
 
 class CommitReply(Message):
@@ -96,7 +131,7 @@ class Generate(Message):
     request: str
     """Unique over the run."""
     session: str
-    """Same for all turns of one attempt: the proxy keeps it on one engine."""
+    """Same for all turns of one attempt, or of one group: the proxy keeps it on one engine."""
     key: SamplingKey
     prompt_ids: Int32Array
     generated_ids: Int32Array
@@ -108,6 +143,8 @@ class Generate(Message):
     stop_strings: list[str]
     min_version: int
     pin_version: int | None = None
+    block_size: int = 1
+    """So many requests of this session begin together on one engine; the proxy gathers them first."""
 
 
 class GenerateReply(Message):
@@ -228,6 +265,12 @@ class ServingVersion(Message):
     version: int
 
 
+class EnginesPaused(Message):
+    """Engines sleep, drain or update: deadlines of groups stand still until `paused: false` or a ServingVersion."""
+
+    paused: bool
+
+
 class Checkpointed(Message):
     """A durable checkpoint covers manifests up to `step`."""
 
@@ -269,10 +312,11 @@ class Finish(Message):
 
 
 ANY = (
-    AcquireLease | Lease | NoLease | Commit | AttemptFailed | CommitReply
+    AcquireLease | Lease | NoLease | AwaitRevoked | Revoked | AwaitScoring | ScoringReply
+    | Commit | AttemptFailed | CommitReply
     | Generate | GenerateReply | Abort | Suspend | Resume | Update | Serving
     | EngineStatusRequest | EngineStatus | Ack | Score | ScoreReply
-    | NextBatch | BatchReply | FetchRows | Rows | ServingVersion | Checkpointed
+    | NextBatch | BatchReply | FetchRows | Rows | ServingVersion | EnginesPaused | Checkpointed
     | Evaluate | EvalReply | JournalStatusRequest | JournalStatus | Finish
 )  # fmt: skip
 """The closed set the decoder accepts."""

@@ -31,7 +31,7 @@ class SampleId(msgspec.Struct, frozen=True, order=True, array_like=True):
     group: int
     """Ordinal of admission from 0; the index of the held-out problem when the purpose is `eval`."""
     member: int
-    """0 .. group_size - 1."""
+    """0 .. group_size + redundant_members - 1."""
     retry: int = 0
     """Environment retries and re-admissions; part of the sampling key. Lease epochs are not."""
 
@@ -111,6 +111,7 @@ class Manifest(Record):
     rows: list[ManifestRow]
     """Fresh samples ordered by group, then member; after them the replay slots, group by group."""
     group_size: int
+    """Rows of a group at most; one that went with a quorum has fewer."""
     rng_key: int
     """64 bits, for any randomness the optimizer step needs."""
     replaced: list[int] = []

@@ -35,18 +35,29 @@ def too_few(step: int, num_complete: int, batch_groups: int) -> Selection:
     return Selection([], f"batch {step} has {num_complete} of {batch_groups} complete groups")
 
 
-def in_time(rest: Iterable[Aged], step: int, batch_groups: int) -> bool:
-    """Whether the groups left over after batch `step` fit, oldest first, into the batches after it.
+def num_late(rest: Iterable[Aged], step: int, batch_groups: int) -> int:
+    """The fewest of the groups left over after batch `step` that no batch after it can take in time.
 
-    Same as: for every j > step at most (j - step) Bg of them are due by j, and none by step (Hall's condition).
+    Oldest first, each into the first free place (Moore 1968). 0 is the same as: for every j > step at most (j - step)
+    Bg of them are due by j, and none by step (Hall's condition).
     """
-    return all(aged.due >= step + 1 + index // batch_groups for index, aged in enumerate(sorted(rest)))
+    ordered = sorted(rest)
+    num_placed = 0
+    for aged in ordered:
+        num_placed += aged.due >= step + 1 + num_placed // batch_groups
+    return len(ordered) - num_placed
 
 
 def select(
-    outstanding: Iterable[Aged], *, step: int, batch_groups: int, on_stale: Literal["wait", "drop"], ending: bool
+    outstanding: Iterable[Aged],
+    *,
+    step: int,
+    batch_groups: int,
+    on_stale: Literal["wait", "drop"],
+    ending: bool,
+    redundant: int = 0,
 ) -> Selection:
-    """The oldest Bg complete groups; under `wait` only when every other group stays in time.
+    """The oldest Bg complete groups; under `wait` only when every other group but `redundant` ones stays in time.
 
     Where waiting cannot help, because none of the oldest Bg groups is incomplete, the batch goes out all the same.
     `ending`: the data has ended, so the last batch takes what is left, be it fewer than Bg.
@@ -57,6 +68,6 @@ def select(
     if len(chosen) < batch_groups and not (ending and chosen and not left_over):
         return too_few(step, len(chosen), batch_groups)
     awaited = [aged for aged in order[:batch_groups] if not aged.complete]
-    if on_stale == "wait" and awaited and not in_time(left_over, step, batch_groups):
+    if on_stale == "wait" and awaited and num_late(left_over, step, batch_groups) > redundant:
         return Selection([], f"batch {step} waits for group {awaited[0].group}, which is due by batch {awaited[0].due}")
     return Selection([aged.group for aged in chosen])

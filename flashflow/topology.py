@@ -21,6 +21,8 @@ class Edge(NamedTuple):
 
 EDGES: tuple[Edge, ...] = (
     Edge("env", "buffer", m.AcquireLease, (m.Lease, m.NoLease)),
+    Edge("env", "buffer", m.AwaitRevoked, m.Revoked),
+    Edge("env", "buffer", m.AwaitScoring, m.ScoringReply),
     Edge("env", "buffer", m.Commit, m.CommitReply),
     Edge("env", "buffer", m.AttemptFailed, m.CommitReply),
     Edge("env", "proxy", m.Generate, m.GenerateReply, streamed=True),
@@ -39,6 +41,7 @@ EDGES: tuple[Edge, ...] = (
     Edge("controller", "buffer", m.JournalStatusRequest, m.JournalStatus),
     Edge("controller", "buffer", m.NextBatch, m.BatchReply),
     Edge("controller", "buffer", m.ServingVersion, m.Ack),
+    Edge("controller", "buffer", m.EnginesPaused, m.Ack),
     Edge("controller", "buffer", m.Checkpointed, m.Ack),
     Edge("controller", "buffer", m.Evaluate, m.EvalReply),
     Edge("controller", "buffer", m.Finish, m.Ack),

@@ -21,15 +21,19 @@ SIZES = st.tuples(st.integers(1, 3), st.integers(1, 4))
 WEIGHTS = {"lease": 8, "commit": 8, "batch": 6, "publish": 4, "expire": 0.5, "fail": 0.3, "reopen": 0.1, "cover": 0.3}
 
 
-def history(seed, length, starving):
+def history(seed, length, starving, deadlines=0.0):
     """Actions with a choice and an age each. `starving`: envs finish the newest lease first, mostly."""
     random = Random(seed)
-    for action in random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=length):
+    weights = {**WEIGHTS, "deadline": deadlines}
+    for action in random.choices(list(weights), list(weights.values()), k=length):
         newest = random.random() < (0.9 if starving else 0.1)
         yield action, -1 if newest else random.randrange(1000), random.choice([0, 0, 1, 2])
 
 
 ACTIONS = st.builds(history, st.integers(0, 2**32), st.sampled_from([20, 100, 400]), st.booleans())
+ACTIONS_WITH_DEADLINES = st.builds(
+    history, st.integers(0, 2**32), st.sampled_from([20, 100, 400]), st.booleans(), st.just(1.0)
+)
 
 
 def play(ring, actions):
@@ -47,6 +51,8 @@ def play(ring, actions):
                 ring.expire(choice)
             case "fail":
                 ring.fail(choice)
+            case "deadline":
+                ring.deadline(choice)
             case "reopen":
                 ring.reopen()
             case "cover":
@@ -122,6 +128,17 @@ class Ring:
             if self.ledger.judge(sample, epoch) == "accepted":
                 self.record(e.LeaseExpired(sample.group, sample.member))
 
+    def deadline(self, choice: int) -> None:
+        """Of any outstanding group."""
+        if not self.ledger.outstanding:
+            return
+        group = list(self.ledger.outstanding)[choice % len(self.ledger.outstanding)]
+        event = self.ledger.at_deadline(group)
+        if event is not None:
+            self.record(event)
+        if isinstance(event, e.GroupClosed):
+            self.settle(group)
+
     def next_batch(self) -> bool:
         """False while it waits."""
         step = self.ledger.last_manifest + 1
@@ -135,6 +152,8 @@ class Ring:
             return False
         self.record(self.ledger.take(step, selection.groups, rng_key=step))
         self.trained += [row.sample for row in self.ledger.manifests[step].rows if row.use == 1]
+        for late in self.ledger.late(step + 1):
+            self.record(late)
         return True
 
     def publish(self) -> bool:

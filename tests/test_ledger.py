@@ -13,7 +13,7 @@ from flashflow.ledger import Rules, State
 from flashflow.ledger import events as e
 from flashflow.ledger.book import EPOCHS_PER_OPENING
 from flashflow.records import SampleId
-from flashflow.staleness import Aged, in_time, last_batch, select
+from flashflow.staleness import Aged, last_batch, num_late, select
 from tests.ledger_ring import ACTIONS, ALPHAS, SIZES, Ring, play
 
 
@@ -150,12 +150,12 @@ def test_the_last_batch_of_a_sample_is_where_its_staleness_reaches_the_rounded_u
 
 
 @given(st.lists(st.integers(1, 6), max_size=12), st.integers(0, 3), st.integers(1, 3))
-def test_groups_are_in_time_exactly_when_every_horizon_has_room(dues, step, batch_groups):
+def test_no_group_is_late_exactly_when_every_horizon_has_room(dues, step, batch_groups):
     rest = [Aged(due, group, False) for group, due in enumerate(dues)]
     halls_condition = all(due > step for due in dues) and all(
         sum(due <= j for due in dues) <= (j - step) * batch_groups for j in range(step + 1, 8)
     )
-    assert in_time(rest, step, batch_groups) == halls_condition
+    assert (num_late(rest, step, batch_groups) == 0) == halls_condition
 
 
 def test_the_batch_waits_for_a_group_that_would_be_too_late_and_takes_it_first():
@@ -241,7 +241,7 @@ def test_a_group_that_is_too_old_is_never_handed_out_and_its_task_comes_back_und
     ring.record(e.GroupExpired(0, returned=True))
     assert ring.ledger.tokens_wasted == 2
     assert ring.ledger.select(3, ending=False).groups == []
-    assert ring.ledger.admit() == e.Admitted(group=1, cursor=0, retry=1)
+    assert ring.ledger.admit() == e.Admitted(group=1, cursor=0, retry=1, num_members=1)
     ring.lease()
     assert ring.leases == [(SampleId(1, 0, 1), 0)]
     assert ring.ledger.admit().cursor == 1
@@ -285,11 +285,13 @@ def test_a_checkpoint_lets_the_ledger_forget_and_the_counts_stay():
 @pytest.mark.parametrize(
     "event",
     [
-        e.Admitted(5, 0, 0),
+        e.Admitted(5, 0, 0, 2),
         e.Leased(0, 1, 9, 0),
         e.Leased(0, 0, 0, 0),
         e.LeaseExpired(0, 1),
         e.GroupExpired(3, False),
+        e.GroupClosed(3),
+        e.GroupSurplus(3),
         e.Covered(1),
         e.Opened(e.FORMAT, 0, "run", 0, 2, 1, 0.0),
     ],

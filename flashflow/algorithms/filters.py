@@ -56,13 +56,15 @@ def keeps(config: FilterConfig, rewards: Sequence[float | None]) -> bool:
     return bool(select_groups([rewards], dynamic=config.dynamic, lower=lower, upper=upper))
 
 
-def too_many(*, num_lost: int, num_kept: int, batch_groups: int, max_fraction: float) -> bool:
+def too_many(
+    *, num_lost: int, num_kept: int, batch_groups: int, max_fraction: float, fewest: int = FEWEST_KEPT
+) -> bool:
     """More than `max_fraction` of the groups were lost.
 
-    num_lost: since the last batch. num_kept: complete groups that wait for a batch; taken for a batch and for
-    FEWEST_KEPT at least, so that few groups decide nothing.
+    num_lost: since the last batch. num_kept: complete groups that wait for a batch; taken for a batch and for `fewest`
+    at least, so that few groups decide nothing.
     """
-    return num_lost > max_fraction * (num_lost + max(num_kept, batch_groups, FEWEST_KEPT))
+    return num_lost > max_fraction * (num_lost + max(num_kept, batch_groups, fewest))
 
 
 def check_filtered_fraction(
@@ -85,4 +87,21 @@ def check_failed_fraction(*, num_failed: int, num_kept: int, batch_groups: int, 
             f"since the last batch failures cost {num_failed} groups of {num_failed + num_kept}, more than "
             f"rollout.max_failed_fraction = {max_fraction} of them and of a batch of {batch_groups} (or "
             f"{FEWEST_KEPT}) to come: see the environment's tracebacks in the logs, or raise the fraction"
+        )
+
+
+def check_whole_losses(
+    *, num_hopeless: int, num_expired: int, num_kept: int, batch_groups: int, max_fraction: float
+) -> None:
+    """Raises BudgetError when `too_many` groups were lost whole: without any reward, or without a quorum in time.
+
+    That takes every member, so few of them are enough to decide.
+    """
+    num_lost = num_hopeless + num_expired
+    if too_many(num_lost=num_lost, num_kept=num_kept, batch_groups=batch_groups, max_fraction=max_fraction, fewest=1):
+        raise BudgetError(
+            f"since the last batch {num_hopeless} groups ended without a reward of any member, and {num_expired} "
+            f"reached rollout.straggler_deadline_s without a quorum, of {num_lost + num_kept}, more than "
+            f"rollout.max_failed_fraction = {max_fraction} of them and of a batch of {batch_groups} to come: see the "
+            "environment's tracebacks in the logs, or raise the deadlines or the fraction"
         )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import psutil
 
 from flashflow.config.rules import Rule, apply_rules
+from flashflow.config.scheduling import SCHEDULING_CAUTIONS
 from flashflow.config.sections import (
     AlgorithmSection,
     BatchSection,
@@ -90,7 +91,8 @@ def engines_can_be_filled(
     rollout: RolloutSection, batch: BatchSection, engine: EngineSection, placement: PlacementSection
 ) -> Iterator[str]:
     slots = engine.slots * placement.engine
-    admitted = int((1 + rollout.alpha) * batch.groups) * rollout.group_size
+    groups = int((1 + rollout.alpha) * batch.groups) + rollout.redundant_groups
+    admitted = groups * (rollout.group_size + rollout.redundant_members)
     running = rollout.concurrency * placement.env
     if running < min(slots, admitted):
         yield (
@@ -177,4 +179,5 @@ CAUTIONS: tuple[Rule, ...] = (
     the_proxy_is_no_store,
     the_network_is_private,
     the_interface_is_this_hosts,
+    *SCHEDULING_CAUTIONS,
 )

@@ -24,7 +24,9 @@ def derived_numbers(config: Config) -> list[Derived]:
         Derived(
             "max groups in flight",
             f"{config.max_groups_in_flight}",
-            f"floor((1 + {rollout.alpha:g}) x {batch.groups}): waiting, running and training",
+            f"floor((1 + {rollout.alpha:g}) x {batch.groups})"
+            + (f" + redundant_groups {rollout.redundant_groups}" if rollout.redundant_groups else "")
+            + ": waiting, running and training",
         ),
         Derived(
             "sampled tokens per batch",

@@ -16,6 +16,7 @@ from flashflow.algorithms import presets
 from flashflow.config.data_files import look_into
 from flashflow.config.mistakes import nearest
 from flashflow.config.references import find_module, problem_of
+from flashflow.config.scheduling import SCHEDULING_RULES
 from flashflow.config.sections import (
     AlgorithmSection,
     BatchSection,
@@ -102,14 +103,6 @@ def filters_can_keep_a_group(
         yield (
             f"filters.max_filtered_fraction: {filters.max_filtered_fraction} has no effect while filters.dynamic, "
             "filters.mean_lower and filters.mean_upper filter nothing; turn one on, or remove it"
-        )
-
-
-def filtered_failures_have_a_limit(rollout: RolloutSection) -> Iterator[str]:
-    if rollout.failures == "filter" and rollout.max_failed_fraction == 1:
-        yield (
-            "rollout.max_failed_fraction: 1 with rollout.failures filter would replace failing groups for ever; "
-            "set it below 1"
         )
 
 
@@ -451,7 +444,6 @@ RULES: tuple[Rule, ...] = (
     the_algorithm_is_whole,
     a_loss_of_ones_own_exists,
     filters_can_keep_a_group,
-    filtered_failures_have_a_limit,
     the_overlong_penalty_acts,
     replay_fits_the_rest,
     answers_fit_the_context,
@@ -475,4 +467,5 @@ RULES: tuple[Rule, ...] = (
     simulated_answers_meet_their_deadline,
     simulated_distributions_can_be_read,
     only_simulated_environments_are_described,
+    *SCHEDULING_RULES,
 )

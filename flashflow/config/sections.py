@@ -149,6 +149,12 @@ class RolloutSection(Section):
     """Attempts at one task, compared with each other."""
     alpha: NonNegativeFloat = 1.0
     """Async ratio: bounds every sample's staleness; 0 is synchronous."""
+    schedule: Literal["async", "sync_queue", "sync_naive"] = "async"
+    """`sync_queue`: attempts overlap within a step, nothing does across steps (alpha 0). `sync_naive`: moreover a batch
+    is generated whole before any of it is scored. Both are baselines to measure `async` against."""
+    replicate_prompts: bool = True
+    """true: the members of a group are requests of their own, each to the engine with the least to do. false: they go
+    to one engine together, as one request for several samples does, and the group takes as long as that engine."""
     on_stale: Literal["wait", "drop"] = "wait"
     """`wait`: the trainer waits for a group that would otherwise grow too old. `drop`: it expires and is replaced."""
     concurrency: PositiveInt = 64
@@ -159,12 +165,23 @@ class RolloutSection(Section):
     """One attempt, every turn and its scoring included."""
     turn_deadline_s: PositiveFloat = 300.0
     """One answer of the model, or one step of the environment."""
+    redundant_groups: NonNegativeInt = 0
+    """Groups started beyond what alpha admits; the first to finish make the batch, a late one is kept while a later
+    batch may take it (never at alpha 0) and aborted then."""
+    redundant_members: NonNegativeInt = 0
+    """Attempts started per group beyond group_size; the first group_size with a reward win, the rest are aborted."""
+    straggler_deadline_s: PositiveFloat | None = None
+    """A group not complete so long after its first attempt began is aborted, and its task begun anew, `max_attempts`
+    times at most in all; the time in which engines take over weights does not count. null: none."""
+    min_members: PositiveInt | None = None
+    """Rewards that are enough at straggler_deadline_s for a group to be trained as it is. null: group_size."""
     failures: Literal["mask", "filter"] = "mask"
     """A sample without reward. `mask`: it stays in its group, untrained and out of the baseline. `filter`: it is tried
     again as a broken environment is, and a group that lost a member for good is replaced whole."""
     max_failed_fraction: float = Field(0.5, ge=0, le=1)
-    """Share past which the run stops: under `mask` of failed samples in a batch; under `filter` of groups replaced
-    since the last batch, of these and the complete ones that wait, which count as a batch and as 16 at least."""
+    """Share past which the run stops: under `mask` of failed samples in a batch; of groups that ended without any
+    reward, or at straggler_deadline_s, since the last batch, of these and the complete ones that wait, which count as a
+    batch at least; under `filter` of groups replaced, with 16 at least."""
 
 
 class BatchSection(Section):
@@ -415,8 +432,8 @@ class Config(Section):
 
     @property
     def max_groups_in_flight(self) -> int:
-        """floor((1 + alpha) x groups): waiting, running and training together."""
-        return math.floor((1 + self.rollout.alpha) * self.batch.groups)
+        """floor((1 + alpha) x groups) + redundant_groups: waiting, running and training together."""
+        return math.floor((1 + self.rollout.alpha) * self.batch.groups) + self.rollout.redundant_groups
 
     @property
     def filtering(self) -> FilterConfig:

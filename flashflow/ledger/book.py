@@ -1,7 +1,7 @@
 """The ledger's state, and apply(event), the only thing that changes it: replaying the journal gives it back.
 
     admitted -> leased -> committed -> consumed        leased -> admitted  (lease expired, attempt retried)
-        any waiting state -> failed | expired | filtered          (surplus: for redundancy)
+        any waiting state -> failed | expired | filtered | surplus
 
 Never: knows a clock, a socket, a file or who holds a lease.
 """
@@ -15,7 +15,7 @@ import msgspec
 from flashflow.algorithms.settings import NO_FILTERS, FilterConfig, ReplayConfig
 from flashflow.errors import ContractError
 from flashflow.ledger import events as e
-from flashflow.ledger.group import WAITING, Group, Member, State
+from flashflow.ledger.group import RUNNING, Group, Member, State
 from flashflow.records import Manifest, SampleId
 
 EPOCHS_PER_OPENING = 1 << 20
@@ -33,6 +33,14 @@ class Rules(msgspec.Struct, frozen=True):
     failures: Literal["mask", "filter"] = "mask"
     filters: FilterConfig = NO_FILTERS
     replay: ReplayConfig | None = None
+    redundant_groups: int = 0
+    redundant_members: int = 0
+    min_members: int | None = None
+    """Usable rewards that are a quorum at the deadline; None: the group size."""
+
+    @property
+    def quorum(self) -> int:
+        return self.min_members if self.min_members is not None else self.group_size
 
 
 class Returned(msgspec.Struct, frozen=True):
@@ -49,6 +57,8 @@ class Book:
         self.served: int | None = None
         """Lowest version served; None before the first."""
         self.next_group = 0
+        self.submitted = 0
+        """Samples ever admitted."""
         self.next_cursor = 0
         """Of the next task never admitted."""
         self.returned: list[Returned] = []
@@ -66,7 +76,8 @@ class Book:
         self.num_filtered = 0
         """Groups filtered since the last batch."""
         self.lost: Counter[State] = Counter()
-        """Groups that a filter or a failure ended since the last batch or opening: what the budgets look at."""
+        """Groups that a filter, a failure or the deadline ended since the last batch or opening: what the budgets look
+        at."""
         self.manifests: dict[int, Manifest] = {}
         """Those no checkpoint covers."""
         self.last_manifest = 0
@@ -83,11 +94,6 @@ class Book:
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
-    @property
-    def submitted(self) -> int:
-        """Samples ever admitted."""
-        return self.next_group * self.rules.group_size
-
     def counts(self) -> Counter[State]:
         """Members in each state; their sum is `submitted`."""
         counts = Counter({state: self.retired[state] for state in State})
@@ -100,7 +106,8 @@ class Book:
 
     def admit(self) -> e.Admitted:
         task = self.next_task()
-        return e.Admitted(self.next_group, task.cursor, task.retry)
+        num_members = self.rules.group_size + self.rules.redundant_members
+        return e.Admitted(self.next_group, task.cursor, task.retry, num_members)
 
     def member(self, sample: SampleId) -> Member | None:
         """The member `sample` names, in whatever retry; None when it never was or is no longer kept."""
@@ -144,6 +151,10 @@ class Book:
                 self._filter(event)
             case e.GroupExpired():
                 self._expire(event)
+            case e.GroupClosed():
+                self._close(event.group)
+            case e.GroupSurplus():
+                self._void(event.group, State.SURPLUS)
             case e.Superseded():
                 self.num_superseded += 1
                 self.tokens_wasted += event.num_sampled
@@ -167,18 +178,20 @@ class Book:
                     member.epoch = opening * EPOCHS_PER_OPENING
 
     def _admit(self, event: e.Admitted) -> None:
-        if event != self.admit():
+        task = self.next_task()
+        if (event.group, event.cursor, event.retry) != (self.next_group, task.cursor, task.retry):
             raise ContractError(f"{event} is out of turn, {self.admit()} is next")
         if event.retry:
             del self.returned[0]
         else:
             self.next_cursor += 1
         epoch = self.opening * EPOCHS_PER_OPENING
-        members = [Member(State.ADMITTED, epoch, event.retry) for _ in range(self.rules.group_size)]
-        group = Group(event.group, event.cursor, event.retry, members)
+        members = [Member(State.ADMITTED, epoch, event.retry) for _ in range(event.num_members)]
+        group = Group(event.group, event.cursor, event.retry, self.rules.group_size, members)
         self.groups[group.id] = self.outstanding[group.id] = group
         self.queue.extend((group.id, index) for index in range(len(members)))
         self.next_group += 1
+        self.submitted += event.num_members
 
     def _lease(self, event: e.Leased) -> None:
         member = self._member(event.group, event.member, State.ADMITTED)
@@ -199,8 +212,10 @@ class Book:
         self._note_complete(event.group)
 
     def _note_complete(self, group: int) -> None:
-        if self.outstanding[group].complete:
+        found = self.outstanding[group]
+        if found.complete:
             self.complete.add(group)
+            self._end_running(found, State.SURPLUS)
 
     def _requeue(self, member: Member, group: int, index: int) -> None:
         member.state, member.result = State.ADMITTED, None
@@ -225,19 +240,32 @@ class Book:
 
     def _expire(self, event: e.GroupExpired) -> None:
         group = self._void(event.group, State.EXPIRED)
+        self.lost[State.EXPIRED] += event.at_deadline
         if event.returned:
             self.returned.append(Returned(group.cursor, group.retry + 1))
+
+    def _close(self, group_id: int) -> None:
+        group = self._outstanding(group_id)
+        if group_id in self.complete:
+            raise ContractError(f"group {group_id} is closed, but it is complete")
+        self._end_running(group, State.EXPIRED)
+        self.complete.add(group_id)
+
+    def _end_running(self, group: Group, state: State) -> None:
+        """What its members still out may bring is not waited for."""
+        for index, member in enumerate(group.members):
+            if member.state is State.ADMITTED:
+                del self.queue[bisect_left(self.queue, (group.id, index))]
+            if member.state in RUNNING:
+                member.state = state
 
     def _void(self, group_id: int, state: State) -> Group:
         """Ends a group that no batch will take; its capacity returns."""
         group = self._outstanding(group_id)
-        for index, member in enumerate(group.members):
-            if member.state is State.ADMITTED:
-                del self.queue[bisect_left(self.queue, (group_id, index))]
-            if member.state is State.COMMITTED and member.result is not None:
-                self.tokens_wasted += member.result.num_sampled
-            if member.state in WAITING:
-                member.state = state
+        self._end_running(group, state)
+        for member in group.members:
+            if member.state is State.COMMITTED:
+                self._waste(member, state)
         insort(self.voided, group_id)
         self.complete.discard(group_id)
         del self.outstanding[group_id]
@@ -253,10 +281,13 @@ class Book:
         replayed = {group: use for group, use in uses.items() if use > 1}
         if not all(kept.values()) or any(self.stored.get(group) != use - 1 for group, use in replayed.items()):
             raise ContractError(f"manifest {manifest.step} replays or stores groups that are not there")
+        rows = {(row.sample.group, row.sample.member) for row in manifest.rows}
         for group in fresh:
-            self._end_of_outstanding(group, manifest.step, State.CONSUMED)
+            for index, member in enumerate(group.members):
+                if member.state is State.COMMITTED and (group.id, index) in rows:
+                    member.state = State.CONSUMED
+            self._end_of_outstanding(group, manifest.step, State.SURPLUS)
         for group in replaced:
-            self.tokens_wasted += sum(m.result.num_sampled for m in group.members if m.result is not None)
             self._end_of_outstanding(group, manifest.step, State.FILTERED)
         self.stored = kept
         self.num_filtered = 0
@@ -264,12 +295,17 @@ class Book:
         self.manifests[manifest.step] = manifest
         self.last_manifest = manifest.step
 
+    def _waste(self, member: Member, state: State) -> None:
+        """Nobody will train what it committed."""
+        member.state = state
+        self.tokens_wasted += member.result.num_sampled if member.result is not None else 0
+
     def _end_of_outstanding(self, group: Group, step: int, state: State) -> None:
-        """A batch took its place, which is not returned."""
+        """A batch took its place, which is not returned; commits without a row end as `state`."""
         group.taken_by = step
         for member in group.members:
             if member.state is State.COMMITTED:
-                member.state = state
+                self._waste(member, state)
         self.complete.discard(group.id)
         del self.outstanding[group.id]
 

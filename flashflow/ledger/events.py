@@ -53,6 +53,8 @@ class Admitted(Event, frozen=True):
     cursor: int
     retry: int
     """Times the task had been admitted before."""
+    num_members: int
+    """The group size and the redundant members."""
 
 
 class Leased(Event, frozen=True):
@@ -72,7 +74,7 @@ class LeaseExpired(Event, frozen=True):
 
 
 class Committed(Event, frozen=True):
-    """A finished attempt, its payload written."""
+    """A finished attempt, its payload written. When it makes the group complete, members still out are surplus."""
 
     group: int
     member: int
@@ -125,14 +127,27 @@ class GroupFiltered(Event, frozen=True):
 
 
 class GroupExpired(Event, frozen=True):
-    """Too old for any batch to come; `returned`: its task is admitted again."""
+    """Too old for any batch to come, or without a quorum at the deadline; `returned`: its task is admitted again."""
 
     group: int
     returned: bool
+    at_deadline: bool = False
+
+
+class GroupClosed(Event, frozen=True):
+    """At the deadline the group had a quorum: it is complete, and its members still out are expired."""
+
+    group: int
+
+
+class GroupSurplus(Event, frozen=True):
+    """A redundant group that came too late for every batch to come."""
+
+    group: int
 
 
 class Superseded(Event, frozen=True):
-    """Somebody committed without the current lease; only the waste is remembered."""
+    """An attempt without the current lease ended; only the waste is remembered."""
 
     group: int
     member: int
@@ -141,7 +156,8 @@ class Superseded(Event, frozen=True):
 
 
 class Taken(Event, frozen=True):
-    """Batch `manifest.step` is made; its committed samples are consumed, those of `manifest.replaced` filtered."""
+    """Batch `manifest.step` is made: its committed samples are consumed, those of `manifest.replaced` filtered; commits
+    that their group had no row for are surplus."""
 
     manifest: Manifest
     stored: list[int] = []
@@ -156,5 +172,5 @@ class Covered(Event, frozen=True):
 
 AnyEvent = (
     Opened | Served | Admitted | Leased | LeaseExpired | Committed | PayloadLost | Retried | Failed
-    | GroupFailed | GroupFiltered | GroupExpired | Superseded | Taken | Covered
+    | GroupFailed | GroupFiltered | GroupExpired | GroupClosed | GroupSurplus | Superseded | Taken | Covered
 )  # fmt: skip

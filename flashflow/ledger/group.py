@@ -21,8 +21,12 @@ class State(enum.StrEnum):
     SURPLUS = "surplus"
 
 
-WAITING = (State.ADMITTED, State.LEASED, State.COMMITTED)
+RUNNING = (State.ADMITTED, State.LEASED)
+WAITING = (*RUNNING, State.COMMITTED)
 FINAL = (State.CONSUMED, State.FILTERED, State.FAILED, State.EXPIRED, State.SURPLUS)
+
+ENDED = (State.COMMITTED, State.FAILED, State.CONSUMED)
+"""Of a member with a place in its group's rows."""
 
 PLACEHOLDER_TOKENS = 1
 """Length of the row of a member that left no trajectory: one token nobody sampled, for a row needs a length."""
@@ -60,30 +64,45 @@ class Group(msgspec.Struct):
     id: int
     cursor: int
     retry: int
+    size: int
+    """Rows it is to have in a batch; members above that are redundant."""
     members: list[Member]
     taken_by: int | None = None
     """Step of the manifest it is in."""
 
     @property
+    def num_usable(self) -> int:
+        """Members with a usable reward."""
+        return sum(member.has_reward for member in self.members)
+
+    @property
     def complete(self) -> bool:
-        """Nothing is missing that could still come."""
-        return all(member.state in (State.COMMITTED, State.FAILED) for member in self.members)
+        """As many usable rewards as rows, or nothing is missing that could still come."""
+        return self.num_usable >= self.size or not any(member.state in RUNNING for member in self.members)
 
     @property
     def hopeless(self) -> bool:
         """Complete without one usable reward."""
-        return self.complete and not any(member.has_reward for member in self.members)
+        return self.complete and not self.num_usable
 
     @property
     def spoilt(self) -> bool:
-        """A member has ended without a usable reward."""
-        ended = (State.COMMITTED, State.FAILED)
-        return any(member.state in ended and not member.has_reward for member in self.members)
+        """So many members have ended without a usable reward that it can have no row for each."""
+        num_ended = sum(member.state in ENDED and not member.has_reward for member in self.members)
+        return num_ended > len(self.members) - self.size
+
+    @property
+    def chosen(self) -> list[int]:
+        """Members a batch takes: those with a usable reward, then what else has ended, `size` at most; ascending."""
+        ended = [index for index, member in enumerate(self.members) if member.state in ENDED]
+        ended.sort(key=lambda index: (not self.members[index].has_reward, self.members[index].result is None, index))
+        return sorted(ended[: self.size])
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
-        """Raw task rewards; None where there is no usable one."""
-        return tuple(m.result.reward if m.result is not None and m.has_reward else None for m in self.members)
+        """Raw task rewards of the chosen members; None where there is no usable one."""
+        chosen = [self.members[index] for index in self.chosen]
+        return tuple(m.result.reward if m.result is not None and m.has_reward else None for m in chosen)
 
     @property
     def oldest_token(self) -> int | None:
@@ -105,7 +124,7 @@ class Group(msgspec.Struct):
         return any(v is not None and last_batch(v, alpha) < step for v in versions)
 
     def rows(self, step: int, use: int = 1) -> list[ManifestRow]:
-        return [self._row(index, member, step, use) for index, member in enumerate(self.members)]
+        return [self._row(index, self.members[index], step, use) for index in self.chosen]
 
     def _row(self, index: int, member: Member, step: int, use: int) -> ManifestRow:
         result = member.result

@@ -4,12 +4,17 @@ from bisect import bisect_left
 from typing import Literal
 
 from flashflow import admission, staleness
-from flashflow.algorithms.filters import check_failed_fraction, check_filtered_fraction, keeps
+from flashflow.algorithms.filters import (
+    check_failed_fraction,
+    check_filtered_fraction,
+    check_whole_losses,
+    keeps,
+)
 from flashflow.algorithms.replay import ReplayBuffer, ReplayGroup, fill
 from flashflow.errors import ContractError
 from flashflow.ledger import events as e
 from flashflow.ledger.book import Book
-from flashflow.ledger.group import State
+from flashflow.ledger.group import Group, State
 from flashflow.records import Manifest, SampleId
 
 Verdict = Literal["accepted", "duplicate", "superseded"]
@@ -24,22 +29,27 @@ class Ledger(Book):
 
     def min_version(self, group: int) -> int:
         """Oldest weights that may sample for it."""
-        return admission.min_version(self.ordinal(group), self.rules.alpha, self.rules.batch_groups)
+        rules = self.rules
+        return admission.min_version(self.ordinal(group), rules.alpha, rules.batch_groups, rules.redundant_groups)
 
     def closed(self) -> str:
         """Why no group may be admitted now; empty when one may."""
         if self.served is None:
             return "admission is closed until a first version is served"
         ordinal = self.next_group - len(self.voided) + 1
-        alpha, batch_groups = self.rules.alpha, self.rules.batch_groups
-        if ordinal <= admission.capacity(self.served, alpha, batch_groups):
+        rules = self.rules
+        opening = max(
+            admission.opening_version(ordinal, rules.alpha, rules.batch_groups, rules.redundant_groups),
+            admission.oldest_useful_version(self.last_manifest, rules.alpha),
+        )
+        if opening <= self.served:
             return ""
-        opening = admission.opening_version(ordinal, alpha, batch_groups)
         return f"admission is closed until version {opening} is served (now {self.served})"
 
     def lease(self) -> e.Leased | None:
-        """The oldest attempt nobody holds."""
-        if not self.queue or self.served is None:
+        """The oldest attempt nobody holds; none while the weights served are too old for any batch to come."""
+        oldest = admission.oldest_useful_version(self.last_manifest, self.rules.alpha)
+        if not self.queue or self.served is None or self.served < oldest:
             return None
         group, member = self.queue[0]
         return e.Leased(group, member, self.groups[group].members[member].epoch, self.served)
@@ -71,7 +81,7 @@ class Ledger(Book):
         return None
 
     def check_losses(self, reward_name: str, max_failed_fraction: float) -> None:
-        """Raises BudgetError when, since the last batch, filters or `failures: filter` cost too many groups."""
+        """Raises BudgetError when, since the last batch, filters, failures or the deadline cost too many groups."""
         num_kept, batch_groups = len(self.complete), self.rules.batch_groups
         check_filtered_fraction(
             num_filtered=self.lost[State.FILTERED],
@@ -87,12 +97,46 @@ class Ledger(Book):
                 batch_groups=batch_groups,
                 max_fraction=max_failed_fraction,
             )
+        check_whole_losses(
+            num_hopeless=self.lost[State.FAILED] if self.rules.failures == "mask" else 0,
+            num_expired=self.lost[State.EXPIRED],
+            num_kept=num_kept,
+            batch_groups=batch_groups,
+            max_fraction=max_failed_fraction,
+        )
+
+    def at_deadline(self, group: int) -> e.GroupClosed | e.GroupExpired | None:
+        """What becomes of a group at its deadline: with a quorum it goes as is. None: it has ended already."""
+        found = self.outstanding.get(group)
+        if found is None or group in self.complete:
+            return None
+        if found.num_usable >= self.rules.quorum:
+            return e.GroupClosed(group)
+        return e.GroupExpired(group, returned=self._may_return(found), at_deadline=True)
+
+    def late(self, step: int) -> list[e.GroupSurplus | e.GroupExpired]:
+        """Groups that, as leases tell, no batch from `step` on may take: redundant ones, and all others under `drop`.
+
+        To be asked for just after the batch before `step` is taken.
+        """
+        rules = self.rules
+        late = sorted(
+            (group.due(step, rules.alpha), group.id)
+            for group in self.outstanding.values()
+            if group.too_old(step, rules.alpha, certainly=False)
+        )
+        events: list[e.GroupSurplus | e.GroupExpired] = [
+            e.GroupSurplus(group) for _, group in late[: rules.redundant_groups]
+        ]
+        if rules.on_stale == "drop":
+            events += [e.GroupExpired(group, returned=False) for _, group in late[rules.redundant_groups :]]
+        return events
 
     def overdue(self, step: int) -> list[e.GroupExpired]:
         """Groups no batch from `step` on may take; under `wait` none while versions and batches advance together."""
         waits = self.rules.on_stale == "wait"
         return [
-            e.GroupExpired(group.id, returned=waits and group.retry + 1 < self.rules.max_attempts)
+            e.GroupExpired(group.id, returned=waits and self._may_return(group))
             for group in self.outstanding.values()
             if group.too_old(step, self.rules.alpha, certainly=waits)
         ]
@@ -107,7 +151,12 @@ class Ledger(Book):
             for group in self.outstanding.values()
         ]
         return staleness.select(
-            aged, step=step, batch_groups=rules.batch_groups, on_stale=rules.on_stale, ending=ending
+            aged,
+            step=step,
+            batch_groups=rules.batch_groups,
+            on_stale=rules.on_stale,
+            ending=ending,
+            redundant=rules.redundant_groups,
         )
 
     def take(self, step: int, groups: list[int], rng_key: int) -> e.Taken:
@@ -135,6 +184,10 @@ class Ledger(Book):
             num_filtered=self.num_filtered,
         )
         return e.Taken(manifest, stored)
+
+    def _may_return(self, group: Group) -> bool:
+        """Its task has been admitted less than `max_attempts` times."""
+        return group.retry + 1 < self.rules.max_attempts
 
     def _replay(self, step: int, groups: list[int], rng_key: int) -> tuple[list[int], dict[int, int], list[int]]:
         """(groups trained fresh, groups replayed and their uses, groups stored afterwards)."""

@@ -2,13 +2,14 @@
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import assert_never
 
 import numpy as np
 
 from flashflow.data.base import TaskStream
 from flashflow.errors import BudgetError, ContractError
-from flashflow.journal import Journal
+from flashflow.journal import EventLog
 from flashflow.ledger import Ledger
 from flashflow.ledger import events as e
 from flashflow.ledger.group import PLACEHOLDER_TOKENS
@@ -21,15 +22,17 @@ class Bookkeeper:
     """Ledger and journal as one. Its methods have no await: nobody sees one of them ahead of the other."""
 
     def __init__(
-        self, ledger: Ledger, journal: Journal, tasks: TaskStream, *, reward_name: str, max_failed_fraction: float
+        self, ledger: Ledger, journal: EventLog, tasks: TaskStream, *, reward_name: str, max_failed_fraction: float
     ) -> None:
         """Settles what the process before left unsettled."""
         self.ledger = ledger
         self.journal = journal
         self.lease_news = Signal()
+        """There may be something to lease."""
+        self.on_ended: Callable[[int], None] = lambda group: None
+        """Told of every group of which attempts under way may have ended."""
         self.engines_serve = False
         """Whether the gang has said so to this process: a journal's word may be of engines that are gone."""
-        """There may be something to lease."""
         self.batch_news = Signal()
         """There may be a batch, or a reason to stop."""
         self.fatal = ""
@@ -106,6 +109,17 @@ class Bookkeeper:
         for event in self.ledger.overdue(step):
             self.record(event)
 
+    def end_straggler(self, group: int) -> None:
+        """The group's deadline has come."""
+        event = self.ledger.at_deadline(group)
+        if event is None:
+            return
+        self.record(event)
+        if isinstance(event, e.GroupClosed):
+            self._settle(group)
+        else:
+            self._check_losses(failed=True)
+
     def durable(self, groups: list[int]) -> bool:
         """Every payload of them is known to be on the disk."""
         return all(
@@ -116,7 +130,10 @@ class Bookkeeper:
         )
 
     def take(self, step: int, groups: list[int], seed: int) -> None:
+        """Makes the batch, and ends groups that came too late for it and every later one."""
         self.record(self.ledger.take(step, groups, rng_key(seed, step)))
+        for event in self.ledger.late(step + 1):
+            self.record(event)
 
     def locate(self, sample: SampleId) -> e.Location | None:
         """Where a consumed sample's payload lies; None for a member that left no trajectory."""
@@ -137,36 +154,33 @@ class Bookkeeper:
     def _settle(self, group: int) -> None:
         """Ends the group if it is not to be trained, and the run if too many are not."""
         event = self.ledger.settle(group)
-        if event is None:
-            return
-        if isinstance(event, e.GroupFailed) and self.ledger.rules.failures == "mask":
-            self.fatal = (
-                f"group {group}: all {self.ledger.rules.group_size} members ended without a reward, environments "
-                f"after rollout.max_attempts {self.ledger.rules.max_attempts}; {self._last_failure()}"
-            )
-        self.record(event)
+        if event is not None:
+            self.record(event)
+            self._check_losses(failed=isinstance(event, e.GroupFailed))
+
+    def _check_losses(self, *, failed: bool) -> None:
         try:
             self.ledger.check_losses(self._reward_name, self._max_failed_fraction)
         except BudgetError as error:
-            self.fatal = f"{error}; {self._last_failure()}" if isinstance(event, e.GroupFailed) else str(error)
+            reason = self.ledger.last_failure or "none of an environment: rewards are missing, or nothing came in time"
+            self.fatal = f"{error}; last failure: {reason}" if failed else str(error)
             self.batch_news.notify()
-
-    def _last_failure(self) -> str:
-        return f"last failure: {self.ledger.last_failure or 'none of an environment: the rewards are missing'}"
 
     def _tell(self, event: e.AnyEvent) -> None:
         match event:
             case e.Opened() | e.Admitted() | e.Leased() | e.Superseded() | e.Covered():
                 return
-            case e.Committed() | e.Failed():
+            case e.Committed() | e.Failed() | e.GroupClosed():
                 if event.group in self.ledger.complete:
                     self.batch_news.notify()
-            case (
-                e.Served() | e.LeaseExpired() | e.PayloadLost() | e.Retried() | e.GroupFailed()
-                | e.GroupFiltered() | e.GroupExpired() | e.Taken()
-            ):  # fmt: skip
+                    self.on_ended(event.group)
+            case e.Served() | e.LeaseExpired() | e.PayloadLost() | e.Retried() | e.Taken():
                 self.lease_news.notify()
                 self.batch_news.notify()
+            case e.GroupFailed() | e.GroupFiltered() | e.GroupExpired() | e.GroupSurplus():
+                self.lease_news.notify()
+                self.batch_news.notify()
+                self.on_ended(event.group)
             case _:
                 assert_never(event)
 

@@ -23,15 +23,18 @@ from flashflow.config.sections import (
 )
 from flashflow.data.base import TaskStream
 from flashflow.errors import ContractError
-from flashflow.journal import Offload, open_journal
+from flashflow.journal import Offload, OpenJournal, open_journal
 from flashflow.ledger import Rules
 from flashflow.messages import (
     Ack,
     AcquireLease,
     AttemptFailed,
+    AwaitRevoked,
+    AwaitScoring,
     Checkpointed,
     Commit,
     CommitReply,
+    EnginesPaused,
     Evaluate,
     FetchRows,
     Finish,
@@ -65,11 +68,12 @@ class Buffer:
         replay: ReplayConfig | None = None,
         reward_name: str = "",
         offload: Offload = asyncio.to_thread,
+        open_journal: OpenJournal = open_journal,
     ) -> None:
         """Opens the journal in `folder`, and blocks while it is read; raises what open_journal raises.
 
         `reward_name` stands in the message of a run that the filters stop. `offload` runs what blocks on the disk later
-        on; on virtual time it must be journal.in_place.
+        on; on virtual time it must be journal.in_place. `open_journal` may keep everything in memory.
         """
         rules = Rules(
             group_size=rollout.group_size,
@@ -77,6 +81,9 @@ class Buffer:
             alpha=rollout.alpha,
             on_stale=rollout.on_stale,
             max_attempts=rollout.max_attempts,
+            redundant_groups=rollout.redundant_groups,
+            redundant_members=rollout.redundant_members,
+            min_members=rollout.min_members,
             failures=rollout.failures,
             filters=filters,
             replay=replay,
@@ -104,19 +111,20 @@ class Buffer:
         self._handover = Handover(
             books=self._books, members=self._members, rollout=rollout, network=network, seed=run.seed, clock=clock
         )
-        self._tending: asyncio.Task[None] | None = None
+        self._tending: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """From now on the journal is synced every journal.fsync_s."""
-        self._tending = asyncio.create_task(self._tend())
+        """From now on the journal is synced every journal.fsync_s, and deadlines are kept."""
+        work = (self._tend(), self._leasing.stragglers.run())
+        self._tending = [asyncio.create_task(coroutine) for coroutine in work]
 
     async def close(self) -> None:
-        """Syncs the journal and gives it up. Calls that still wait are not answered. Raises what ended the syncing."""
+        """Syncs the journal and gives it up. Calls that still wait are not answered. Raises what ended the tending."""
         try:
-            if self._tending is not None:
-                self._tending.cancel()
-                await asyncio.wait({self._tending})
-                self._raise_if_not_tended()
+            for task in self._tending:
+                task.cancel()
+            await asyncio.gather(*self._tending, return_exceptions=True)
+            self._raise_if_not_tended()
         finally:
             await self._journal.offload(self._journal.close)
 
@@ -132,6 +140,10 @@ class Buffer:
         match message:
             case AcquireLease():
                 return await self._leasing.acquire(peer)
+            case AwaitRevoked():
+                return await self._leasing.revoked(peer)
+            case AwaitScoring():
+                return await self._leasing.may_score(message.sample, message.lease_epoch)
             case Commit():
                 return CommitReply(status=self._leasing.commit(message))
             case AttemptFailed():
@@ -164,7 +176,11 @@ class Buffer:
             case FetchRows():
                 return await self._handover.fetch(message)
             case ServingVersion():
+                self._leasing.stragglers.pause(False)
                 return self._handover.serving(message.version, peer)
+            case EnginesPaused():
+                self._leasing.stragglers.pause(message.paused)
+                return Ack()
             case Checkpointed():
                 return await self._handover.checkpointed(message.step)
             case Evaluate():
@@ -189,6 +205,7 @@ class Buffer:
             self._leasing.take_back_forgotten()
 
     def _raise_if_not_tended(self) -> None:
-        """The failure that ended the background task, if one did."""
-        if self._tending is not None and self._tending.done() and not self._tending.cancelled():
-            self._tending.result()
+        """The failure that ended a background task, if one did."""
+        for task in self._tending:
+            if task.done() and not task.cancelled():
+                task.result()

@@ -144,8 +144,6 @@ class Handover:
     def _take(self, step: int, groups: list[int]) -> Manifest:
         self._check_failed(step, groups)
         self._books.take(step, groups, self._seed)
-        if self._ledger.rules.on_stale == "drop":
-            self._books.expire_overdue(step + 1)
         return self._ledger.manifests[step]
 
     async def _hand_over(self, manifest: Manifest) -> BatchReply:

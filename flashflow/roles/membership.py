@@ -6,6 +6,7 @@ import msgspec
 
 from flashflow.errors import ContractError
 from flashflow.records import SampleId
+from flashflow.roles.signal import Signal
 from flashflow.topology import GANG
 from flashflow.transport.channel import Peer
 
@@ -68,6 +69,10 @@ class Leases:
 
     def __init__(self) -> None:
         self._held: dict[Attempt, Holding] = {}
+        self._generated: set[Attempt] = set()
+        """Of those held: which are only to be scored."""
+        self.news = Signal()
+        """One of them ended, or has its tokens."""
 
     def __iter__(self) -> Iterator[Holding]:
         return iter(list(self._held.values()))
@@ -87,6 +92,24 @@ class Leases:
         """Nobody holds this very lease any more; another one of the attempt stays."""
         if self.holds(sample, epoch):
             del self._held[sample.group, sample.member]
+            self._generated.discard((sample.group, sample.member))
+            self.news.notify()
+
+    def generated(self, sample: SampleId, epoch: int) -> None:
+        """The attempt has all its tokens."""
+        if self.holds(sample, epoch):
+            self._generated.add((sample.group, sample.member))
+            self.news.notify()
+
+    @property
+    def all_generated(self) -> bool:
+        return len(self._generated) == len(self._held)
+
+    def of_group(self, group: int, num_members: int) -> list[Holding]:
+        held = (self._held.get((group, member)) for member in range(num_members))
+        return [holding for holding in held if holding is not None]
 
     def older_than(self, moment: float) -> list[Holding]:
-        return [held for held in self if held.since < moment]
+        """Held since before it; those who wait for the others to be generated left out."""
+        waiting = set() if self.all_generated else self._generated
+        return [held for attempt, held in list(self._held.items()) if held.since < moment and attempt not in waiting]

@@ -8,7 +8,6 @@ never: stamps a version, touches a token, blocks one request behind another, dro
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Literal
 
@@ -40,33 +39,12 @@ from flashflow.messages import (
     Suspend,
     Update,
 )
+from flashflow.roles.queueing import Queue
+from flashflow.roles.routing import EngineEnd, Router, work
 from flashflow.transport.channel import Client, Emit, Peer
 
 MAX_DISPATCHES = 4
 """Engines one request may die under before it fails."""
-MAX_SESSIONS = 65_536
-"""Conversations whose engine is remembered; the least recently used is forgotten, which costs a prefill."""
-
-
-class EngineEnd:
-    """What the proxy knows of one engine."""
-
-    def __init__(self, name: str, client: Client) -> None:
-        self.name = name
-        self.client = client
-        self.version = -1
-        """-1: not in service (no weights yet, or lost)."""
-        self.room = 0
-        """Requests it takes at once: its slots and a few more, so that a freed slot never waits for a round trip."""
-        self.requests = 0
-        self.outstanding_tokens = 0
-        self.tokens_generated = 0
-        self.exact = False
-
-    def takes(self, request: Generate) -> bool:
-        if self.version < 0 or self.requests >= self.room or self.version < request.min_version:
-            return False
-        return request.pin_version is None or request.pin_version == self.version
 
 
 class ProxyRole:
@@ -79,11 +57,11 @@ class ProxyRole:
         self._rollout = rollout
         self._network = network
         self._clock = clock
+        self._router = Router(self._engines)
+        self._queue = Queue(self._router, self._hopeless)
         self._changed = asyncio.Condition()
         self._weights: Update | None = None
-        self._suspended = False
-        self._sessions: OrderedDict[str, EngineEnd] = OrderedDict()
-        self._queued: set[str] = set()
+        self._running: dict[str, EngineEnd] = {}
         self._aborted: set[str] = set()
         self._revivals: dict[str, asyncio.Task[None]] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -93,20 +71,19 @@ class ProxyRole:
         async with asyncio.TaskGroup() as group:
             for engine in self._engines:
                 group.create_task(self._greet(engine))
+        await self._notify()
 
     async def handle(self, message: Message, peer: Peer, emit: Emit) -> Message:
         match message:
             case Generate():
                 return await self._generate(message, emit)
             case Abort():
-                self._aborted |= self._queued & set(message.requests)
-                await self._notify()
-                await self._broadcast(message)
+                await self._abort(message.requests)
                 return Ack()
             case Suspend() | Resume():
-                self._suspended = isinstance(message, Suspend)
+                self._queue.stopped = isinstance(message, Suspend)
                 await self._broadcast(message)
-                await self._notify()
+                self._queue.dispatch()
                 return Ack()
             case Update():
                 return await self._update(message)
@@ -123,7 +100,7 @@ class ProxyRole:
             f"{e.name} {'out of service' if e.version < 0 else f'serves version {e.version}'}, {e.requests} requests"
             for e in self._engines
         )
-        return f"proxy: {'suspended, ' if self._suspended else ''}{len(self._queued)} requests wait; {engines}"
+        return f"proxy: {'suspended, ' if self._queue.stopped else ''}{len(self._queue)} requests wait; {engines}"
 
     async def close(self) -> None:
         for task in self._revivals.values():
@@ -133,12 +110,23 @@ class ProxyRole:
     # ---- ADD
 
     async def _generate(self, request: Generate, emit: Emit) -> GenerateReply:
+        name = request.request
+        if name in self._queue or name in self._running:
+            raise ContractError(f"proxy: request {name} is already being answered")
+        try:
+            return await self._answer(request, emit)
+        finally:
+            self._aborted.discard(name)
+
+    async def _answer(self, request: Generate, emit: Emit) -> GenerateReply:
         """Streams the answer; what a dead engine had streamed is kept and another goes on from there."""
         for _ in range(MAX_DISPATCHES):
             engine = await self._reserve(request, emit)
             if engine is None:
+                self._router.forget(request.session)
                 return _nothing("aborted")
-            work = len(request.prompt_ids) + request.max_new_tokens
+            reserved = work(request)
+            self._running[request.request] = engine
             try:
                 parts = engine.client.stream(request, GenerateReply, idle_deadline_s=self._rollout.turn_deadline_s)
                 async for part in parts:
@@ -154,41 +142,36 @@ class ProxyRole:
                     raise
                 self._lost(engine)
             finally:
-                engine.outstanding_tokens -= work
-                engine.requests -= 1
-                await self._notify()
+                del self._running[request.request]
+                self._router.release(engine, reserved)
+                self._queue.dispatch()
         raise BudgetError(f"request {request.request}: {MAX_DISPATCHES} engines were lost under it")
 
     async def _reserve(self, request: Generate, emit: Emit) -> EngineEnd | None:
         """A place on an engine; None when the request was aborted while it waited, or can never be served.
 
-        While it waits it says so every `long_poll_s`, for the caller's deadlines are for work, not for the queue.
+        While it waits it says so every `long_poll_s`, for the caller's deadlines are for work, not for the queue. Nor
+        does a block wait longer than that for its last members, which may have died.
         """
-        self._queued.add(request.request)
+        if self._hopeless(request):
+            return None
+        ticket = self._queue.join(request)
+        taken = False
         try:
             since = self._clock.now()
-            while not await self._settled(request):
+            while not (await asyncio.wait({ticket.engine}, timeout=self._network.long_poll_s))[0]:
+                self._queue.close(ticket)
                 now = self._clock.now()
                 await emit(_nothing("", waited_s=now - since))
                 since = now
-            engine = None if self._hopeless(request) else self._choose(request)
-            if engine is not None:
-                engine.requests += 1
-                engine.outstanding_tokens += len(request.prompt_ids) + request.max_new_tokens
-                self._remember(request.session, engine)
-            return engine
+            taken = True
+            return ticket.engine.result()
         finally:
-            self._queued.discard(request.request)
-            self._aborted.discard(request.request)
-
-    async def _settled(self, request: Generate) -> bool:
-        """True as soon as the request has an engine, or never will; False after `long_poll_s`."""
-        try:
-            async with asyncio.timeout(self._network.long_poll_s), self._changed:
-                await self._changed.wait_for(lambda: self._hopeless(request) or self._choose(request) is not None)
-        except TimeoutError:
-            return False
-        return True
+            self._queue.leave(ticket)
+            if not taken and ticket.engine.done() and (engine := ticket.engine.result()) is not None:
+                self._router.release(engine, work(request))
+            ticket.engine.cancel()
+            self._queue.dispatch()
 
     def _hopeless(self, request: Generate) -> bool:
         """Aborted, or pinned to a version that has gone: versions do not come back."""
@@ -199,26 +182,12 @@ class ProxyRole:
     def _newest(self) -> int:
         return self._weights.weights.version if self._weights is not None else -1
 
-    def _remember(self, session: str, engine: EngineEnd) -> None:
-        self._sessions[session] = engine
-        self._sessions.move_to_end(session)
-        if len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
-
-    def _choose(self, request: Generate) -> EngineEnd | None:
-        if self._suspended:
-            return None
-        willing = [engine for engine in self._engines if engine.takes(request)]
-        home = self._sessions.get(request.session)
-        if home in willing:
-            return home
-        return min(willing, key=lambda engine: (engine.outstanding_tokens, engine.name), default=None)
-
     # ---- UPDATE
 
     async def _update(self, update: Update) -> Serving:
         """Serving once all engines in service have swapped; those that fail are evicted and catch up behind."""
         self._weights = update
+        self._queue.drop_hopeless()
         asked = [engine for engine in self._engines if engine.name not in self._revivals]
         await asyncio.gather(*(self._load(engine, update) for engine in asked))
         await self._notify()
@@ -241,6 +210,8 @@ class ProxyRole:
         try:
             reply = await engine.client.call(update, Serving, deadline_s=update.deadline_s)
             engine.version = reply.version
+            self._router.changed(engine)
+            self._queue.dispatch()
         except RemoteError as error:
             if error.kind == "WeightsError":
                 raise ContractError(f"{engine.name} refuses version {update.weights.version}: {error}") from error
@@ -261,6 +232,7 @@ class ProxyRole:
     def _lost(self, engine: EngineEnd) -> None:
         """Out of service until it answers again and holds the newest weights."""
         engine.version = -1
+        self._router.changed(engine)
         if engine.name not in self._revivals:
             task = asyncio.create_task(self._revive(engine))
             self._revivals[engine.name] = task
@@ -285,7 +257,21 @@ class ProxyRole:
         if not done.cancelled() and done.exception() is not None and not self.failed.done():
             self.failed.set_exception(BudgetError(f"{engine.name} did not come back: {done.exception()}"))
 
-    async def _broadcast(self, message: Abort | Suspend | Resume) -> None:
+    async def _abort(self, requests: list[str]) -> None:
+        """At the engines that decode them. One that is lost has dropped them."""
+        by_engine: dict[EngineEnd, list[str]] = {}
+        for name in requests:
+            self._queue.abort(name)
+            if (engine := self._running.get(name)) is not None:
+                self._aborted.add(name)
+                by_engine.setdefault(engine, []).append(name)
+        deadline_s = self._network.call_deadline_s
+        calls = [e.client.call(Abort(requests=names), Ack, deadline_s=deadline_s) for e, names in by_engine.items()]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, TransportError):
+                raise outcome
+
+    async def _broadcast(self, message: Suspend | Resume) -> None:
         deadline_s = self._network.call_deadline_s
         calls = (e.client.call(message, Ack, deadline_s=deadline_s) for e in self._engines if e.version >= 0)
         await asyncio.gather(*calls)
@@ -297,13 +283,17 @@ class ProxyRole:
             version=min(versions, default=-1),
             slots=sum(engine.room for engine in self._engines),
             running=sum(engine.requests for engine in self._engines),
-            waiting=len(self._queued),
+            waiting=len(self._queue),
             tokens_generated=sum(engine.tokens_generated for engine in self._engines),
             exact=all(engine.exact for engine in self._engines),
             packages={},
         )
 
     async def _notify(self) -> None:
+        """An engine came, or serves something else."""
+        for engine in self._engines:
+            self._router.changed(engine)
+        self._queue.dispatch()
         async with self._changed:
             self._changed.notify_all()
 

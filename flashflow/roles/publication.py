@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from flashflow.config.sections import EvalSection, NetworkSection, WeightsSection
-from flashflow.messages import Ack, EvalReply, Evaluate, Serving, ServingVersion, Update
+from flashflow.messages import Ack, EnginesPaused, EvalReply, Evaluate, Serving, ServingVersion, Update
 from flashflow.records import SharedWeights
 from flashflow.transport.channel import Client
 
@@ -102,6 +102,7 @@ class PublicationLane:
         update = Update(weights=staged, deadline_s=self._weights.deadline_s)
         margin_s = self._network.call_deadline_s
         deadline_s = self._weights.deadline_s + self._network.startup_deadline_s + margin_s
+        await self._buffer.call(EnginesPaused(paused=True), Ack, deadline_s=margin_s)
         serving = await self._proxy.call(update, Serving, deadline_s=deadline_s)
         await self._buffer.call(ServingVersion(version=serving.version), Ack, deadline_s=margin_s)
         self.published = Published(

@@ -13,8 +13,8 @@ class Signal:
         self._event.set()
         self._event = asyncio.Event()
 
-    async def wait(self, timeout_s: float) -> None:
-        """Returns at the next notify(), or after `timeout_s`."""
+    async def wait(self, timeout_s: float | None) -> None:
+        """Returns at the next notify(), or after `timeout_s`; None: only then."""
         event = self._event
         try:
             async with asyncio.timeout(timeout_s):

@@ -80,6 +80,9 @@ def test_replayed_samples_are_as_old_as_the_algorithm_must_correct():
             ["rollout.failures=filter", "rollout.max_failed_fraction=1"],
             "rollout.max_failed_fraction: 1 with rollout.failures filter would",
         ),
+        (["rollout.max_failed_fraction=1"], "rollout.max_failed_fraction: 1 with rollout.failures mask would"),
+        (["rollout.min_members=99"], "rollout.min_members: 99 is more than rollout.group_size"),
+        (["rollout.min_members=1"], "rollout.min_members: 1 has no effect with rollout.straggler_deadline_s null"),
         (["overlong.penalty=false", "overlong.budget=9"], "overlong.budget: 9 has no effect with overlong.penalty fa"),
         (["overlong.cache=41"], "overlong.cache: 41 is more than sampling.max_new_tokens 40"),
         (["overlong.budget=9", "overlong.cache=10"], "overlong.cache: 10 is more than overlong.budget 9"),
@@ -113,6 +116,13 @@ def test_what_contradicts_or_does_nothing_is_refused(overrides, says):
 
 def test_cautions_name_what_leaves_the_unbiased_mode():
     assert not [caution for caution in cautions(load()) if "favours short answers" in caution]
-    for override in ("algorithm.preset=dapo", "filters.mean_lower=0.1", "rollout.failures=filter"):
+    for override in (
+        "algorithm.preset=dapo",
+        "filters.mean_lower=0.1",
+        "rollout.failures=filter",
+        "rollout.redundant_groups=1",
+        "rollout.redundant_members=1",
+        "rollout.straggler_deadline_s=60",
+    ):
         assert [caution for caution in cautions(load(override)) if "favours short answers" in caution], override
     assert [caution for caution in cautions(load("replay.enabled=true")) if caution.startswith("replay.enabled: true")]

@@ -74,13 +74,14 @@ class Fleet:
         commit = Commit(lease_epoch=lease.lease_epoch, purpose=lease.purpose, trajectory=trajectory)
         return (await self.ask(commit, peer)).status
 
-    async def fail(self, lease, peer=ENV):
+    async def fail(self, lease, peer=ENV, *, sampled=0):
         failed = AttemptFailed(
             sample=lease.sample,
             lease_epoch=lease.lease_epoch,
             purpose=lease.purpose,
             reason="the game crashed",
             traceback="Traceback: GameError",
+            num_sampled=sampled,
         )
         return (await self.ask(failed, peer)).status
 

@@ -314,13 +314,26 @@ def test_a_broken_attempt_is_tried_again_and_in_the_end_is_a_row_without_reward(
     run(tmp_path, scenario, max_attempts=2)
 
 
-def test_a_group_whose_every_member_breaks_stops_the_run_with_the_last_traceback(tmp_path):
+def test_a_group_whose_every_member_breaks_is_replaced(tmp_path):
+    async def scenario(fleet):
+        await fleet.serve(0)
+        for _ in range(2):
+            await fleet.fail(await fleet.lease())
+        await fleet.roll_out(4)
+        assert [row.sample.group for row in (await fleet.batch(1)).rows] == [1, 1, 2, 2]
+
+    run(tmp_path, scenario, max_attempts=1)
+
+
+def test_when_every_member_of_more_groups_than_allowed_breaks_the_run_stops_with_the_last_traceback(tmp_path):
     async def scenario(fleet):
         await fleet.serve(0)
         waiting = asyncio.create_task(fleet.batch(1))
-        for _ in range(2):
+        for _ in range(6):  # 3 groups; at a share of one half a batch of 2 may cost 2
             await fleet.fail(await fleet.lease())
-        with pytest.raises(BudgetError, match=r"(?s)group 0: all 2 members.*the game crashed.*GameError"):
+        with pytest.raises(
+            BudgetError, match=r"(?s)3 groups ended without a reward of any member.*the game crashed.*GameError"
+        ):
             await waiting
         assert "the run stops" in (await fleet.ask(AcquireLease(), ENV)).reason
 
@@ -329,7 +342,7 @@ def test_a_group_whose_every_member_breaks_stops_the_run_with_the_last_traceback
     async def resumed(fleet):
         await fleet.serve(0)
         await fleet.roll_out(4)
-        assert [row.sample.group for row in (await fleet.batch(1)).rows] == [1, 1, 2, 2]
+        assert [row.sample.group for row in (await fleet.batch(1)).rows] == [3, 3, 4, 4]
 
     run(tmp_path, resumed, max_attempts=1)
 

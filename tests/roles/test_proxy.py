@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -113,9 +114,9 @@ class FakeEngine:
             await self.arrived.wait_for(lambda: len(self.requests) >= count)
 
 
-async def proxy_of(*engines: FakeEngine) -> ProxyRole:
+async def proxy_of(*engines: FakeEngine, long_poll_s: float = 5.0) -> ProxyRole:
     ends = {f"engine-{index}": engine for index, engine in enumerate(engines)}
-    network = NetworkSection(startup_deadline_s=0.2)
+    network = NetworkSection(startup_deadline_s=0.2, long_poll_s=long_poll_s)
     proxy = ProxyRole(engines=ends, rollout=RolloutSection(), network=network, clock=LoopClock())
     await proxy.start()
     return proxy
@@ -292,5 +293,83 @@ def test_the_turns_of_a_conversation_stay_on_one_engine():
         for turn in range(4):
             await Caller(proxy, generate(f"t{turn}", session="s")).task
         assert (len(first.requests), len(second.requests)) == (4, 0)
+
+    run(scenario)
+
+
+def member(name: str, *, block: int, session: str = "g0", new: int = 10) -> Generate:
+    return msgspec.structs.replace(generate(name, new=new, session=session), block_size=block)
+
+
+def test_a_block_begins_together_on_one_engine_once_it_is_whole():
+    async def scenario() -> None:
+        first, second = FakeEngine(), FakeEngine()
+        proxy = await proxy_of(first, second)
+        callers = [Caller(proxy, member(f"m{n}", block=3)) for n in range(2)]
+        callers.append(Caller(proxy, generate("alone")))
+        await first.has(1)
+        callers.append(Caller(proxy, member("m2", block=3)))
+        await second.has(3)
+        assert [r.request for r in first.requests] == ["alone"]
+        first.release.set(), second.release.set()
+        assert [await caller.tokens() for caller in callers] == [[9]] * 4
+
+    run(scenario)
+
+
+def test_nobody_overtakes_a_block_that_waits_for_room_for_all_of_it():
+    async def scenario() -> None:
+        engine = FakeEngine(slots=8)  # room for 16
+        proxy = await proxy_of(engine)
+        running = [Caller(proxy, generate(f"r{n}")) for n in range(15)]
+        await engine.has(15)
+        block = [Caller(proxy, member(f"m{n}", block=2)) for n in range(2)]
+        await asyncio.sleep(0)
+        later = Caller(proxy, generate("later"))
+        await asyncio.sleep(0)
+        assert len(engine.requests) == 15
+        engine.release.set()
+        for caller in [*running, *block, later]:
+            await caller.task
+        assert [r.request for r in engine.requests[15:]] == ["m0", "m1", "later"]
+
+    run(scenario)
+
+
+def test_a_block_larger_than_an_engine_begins_on_an_idle_one():
+    async def scenario() -> None:
+        engine = FakeEngine(slots=8)
+        engine.release.set()
+        proxy = await proxy_of(engine)
+        callers = [Caller(proxy, member(f"m{n}", block=20)) for n in range(20)]
+        for caller in callers:
+            await caller.task
+        assert len(engine.requests) == 20
+
+    run(scenario)
+
+
+def test_a_block_whose_last_member_never_comes_goes_without_it():
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine.release.set()
+        proxy = await proxy_of(engine, long_poll_s=0.05)
+        callers = [Caller(proxy, member(f"m{n}", block=3)) for n in range(2)]
+        assert [await caller.tokens() for caller in callers] == [[9], [9]]
+
+    run(scenario)
+
+
+def test_a_member_that_is_aborted_while_its_block_gathers_leaves_the_others_together():
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine.release.set()
+        proxy = await proxy_of(engine)
+        gone = Caller(proxy, member("m0", block=2))
+        await asyncio.sleep(0)
+        await proxy.handle(Abort(requests=["m0"]), ENV, lambda _: asyncio.sleep(0))
+        assert (await gone.task).finish_reason == "aborted"
+        callers = [Caller(proxy, member(f"m{n}", block=2)) for n in (1, 2)]
+        assert [await caller.tokens() for caller in callers] == [[9], [9]]
 
     run(scenario)
