@@ -125,13 +125,14 @@ class ProxyRole:
             if engine is None:
                 self._router.forget(request.session)
                 return _nothing("aborted")
-            reserved = work(request)
+            reserved, num_waiting = work(request), None
             self._running[request.request] = engine
             try:
                 parts = engine.client.stream(request, GenerateReply, idle_deadline_s=self._rollout.turn_deadline_s)
                 async for part in parts:
                     engine.tokens_generated += len(part.token_ids)
                     if part.finish_reason:
+                        num_waiting = part.num_waiting
                         return part
                     await emit(part)
                     request = _continued(request, part)
@@ -143,7 +144,7 @@ class ProxyRole:
                 self._lost(engine)
             finally:
                 del self._running[request.request]
-                self._router.release(engine, reserved)
+                self._router.release(engine, reserved, num_waiting)
                 self._queue.dispatch()
         raise BudgetError(f"request {request.request}: {MAX_DISPATCHES} engines were lost under it")
 
@@ -225,7 +226,7 @@ class ProxyRole:
         status = await engine.client.call(
             EngineStatusRequest(), EngineStatus, deadline_s=self._network.startup_deadline_s
         )
-        engine.room = status.slots + max(8, status.slots // 4)
+        engine.greet(status.slots)
         engine.exact = status.exact
         engine.version = status.version
 
