@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashflow.algorithms.settings import FilterConfig
 from flashflow.errors import RemoteError
 from flashflow.ledger import FINAL, WAITING, State
 from tests.roles.buffer_fleet import Tasks
@@ -200,3 +201,35 @@ def test_everything_failing_is_an_error_with_the_reason_within_the_configured_se
     reason = "the game crashed" if fate is None else "turn_deadline|trajectory_deadline|did not answer Score"
     with pytest.raises(RemoteError, match=rf"(?s)BudgetError.*ended without a reward of any member.*({reason})"):
         ring(**options, fate_of=lambda score: fate, within_s=2 * 3 * (20 + 20))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"alpha": 0.0, "redundant_groups": 2},
+        {"redundant_groups": 2, "redundant_members": 1},
+        {"alpha": 0.0, "schedule": "sync_naive"},
+        {"alpha": 2.0, "replicate_prompts": False, "straggler_deadline_s": 20.0},
+        {"on_stale": "drop", "redundant_members": 1},
+    ],
+)
+@pytest.mark.parametrize("num_tasks", [1, 7])
+def test_a_dataset_that_ends_in_mid_batch_ends_the_run_with_what_is_complete(options, num_tasks):
+    played = ring(steps=100, groups=4, tasks=Tasks(num_tasks), length_of=lengths(5), **options)
+    assert played.finished
+    counts = played.ledger.counts()
+    assert not played.ledger.outstanding
+    assert counts[State.CONSUMED] == len(played.trained) > 0
+    assert {group.cursor for group in played.ledger.groups.values()} == set(range(num_tasks))
+    if not options.get("redundant_groups") and not options.get("straggler_deadline_s"):
+        assert len({sample.group for sample in played.trained}) == num_tasks - counts[State.EXPIRED] // 2
+    assert played.leftovers == {}
+
+
+@pytest.mark.parametrize("options", [{}, {"redundant_groups": 2, "redundant_members": 1}, {"alpha": 0.0}])
+def test_a_stream_in_which_everything_is_filtered_is_an_error_that_names_the_filter_and_the_share(options):
+    match = r"BudgetError.*17 groups of 17, by filters.dynamic true, more than filters.max_filtered_fraction = 0.5"
+    filters = FilterConfig(dynamic=True, max_filtered_fraction=0.5)
+    with pytest.raises(RemoteError, match=match):
+        ring(filters=filters, within_s=1000, **options)
