@@ -87,12 +87,19 @@ def export(
     output: Annotated[Path, typer.Option("--output", metavar="DIR", help="A new folder.", show_default=False)],
     checkpoint: Annotated[str, typer.Option("--checkpoint", help=f"{CHECKPOINT}.")] = "newest",
     dtype: Annotated[Dtype, typer.Option("--dtype", help="float32: as the trainer keeps them.")] = Dtype.float32,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Of LoRA: the adapters alone, for peft.")] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder: model, config, generation config, tokenizer."""
+    """Write a checkpoint as a Hugging Face folder: model, config, generation config, tokenizer; adapters merged."""
     from flashflow.launch.export import export as write
+    from flashflow.launch.export import export_adapter
     from flashflow.launch.stored_run import open_run
 
-    folder = write(open_run(run), checkpoint, output, dtype.value, _note)
+    if adapter:
+        if dtype is not Dtype.float32:
+            raise typer.BadParameter("--adapter writes float32, as adapters are trained; leave --dtype out")
+        folder = export_adapter(open_run(run), checkpoint, output, _note)
+    else:
+        folder = write(open_run(run), checkpoint, output, dtype.value, _note)
     typer.echo(f"{folder} -> {output}")
 
 

@@ -19,8 +19,10 @@ from flashflow.config.sections import (
     EngineSection,
     EvalSection,
     FiltersSection,
+    LoraSection,
     ModelSection,
     NetworkSection,
+    OptimizerSection,
     PlacementSection,
     ReplaySection,
     RolloutSection,
@@ -106,6 +108,14 @@ def engines_can_be_filled(
         )
 
 
+def adapters_learn_faster(lora: LoraSection | None, optimizer: OptimizerSection) -> Iterator[str]:
+    if lora is not None and "lr" not in optimizer.model_fields_set:
+        yield (
+            f"optimizer.lr: the default {optimizer.lr} is that of training all weights; the adapters of section lora "
+            f"want about ten times as much (docs/lora.md)"
+        )
+
+
 def reduced_precision_is_slow_without_a_gpu(model: ModelSection) -> Iterator[str]:
     if model.dtype == "bfloat16" and model.device == "cpu":
         yield (
@@ -173,6 +183,7 @@ CAUTIONS: tuple[Rule, ...] = (
     few_problems_say_little,
     long_answers_exceed_the_micro_batch,
     engines_can_be_filled,
+    adapters_learn_faster,
     reduced_precision_is_slow_without_a_gpu,
     one_process_restarts_nothing,
     checkpoints_come_before_the_end,

@@ -15,9 +15,11 @@ from pydantic import BaseModel
 from flashflow.algorithms import presets
 from flashflow.config.data_files import look_into
 from flashflow.config.mistakes import nearest
+from flashflow.config.model_files import matrices
 from flashflow.config.references import find_module, problem_of
 from flashflow.config.scheduling import SCHEDULING_RULES
 from flashflow.config.sections import (
+    ALL_LINEAR,
     AlgorithmSection,
     BatchSection,
     CriticSection,
@@ -27,6 +29,7 @@ from flashflow.config.sections import (
     FiltersSection,
     HuggingFaceData,
     JsonlData,
+    LoraSection,
     ModelSection,
     NetworkSection,
     OptimizerSection,
@@ -213,6 +216,35 @@ def the_options_of_the_critic_fit_its_kind(critic: CriticSection | None) -> Iter
         yield f"critic.{name}: {value!r} has no effect with critic.kind {critic.kind}; drop it, or use {other}"
     if critic.path is not None and critic.kind == "model":
         yield from _problem_of_model("critic.path", critic.path)
+
+
+def adapters_train_the_policy_that_samples(lora: LoraSection | None) -> Iterator[str]:
+    if lora is not None and lora.dropout != 0:
+        yield (
+            f"lora.dropout: {lora.dropout} would train another policy than the one that sampled, for engines have no "
+            f"dropout; leave it at 0"
+        )
+    if lora is not None and find_module("peft") is None:
+        yield "lora: needs the package peft, which is not installed; pip install 'flashflow[lora]'"
+
+
+def adapted_layers_exist(lora: LoraSection | None, model: ModelSection) -> Iterator[str]:
+    """As far as the files of a local model say; of others the trainer finds out."""
+    if lora is None or lora.target_modules == ALL_LINEAR:
+        return
+    if isinstance(lora.target_modules, str):
+        yield f"lora.target_modules: {lora.target_modules!r} must be {ALL_LINEAR}, or a list of names of linear layers"
+        return
+    if not lora.target_modules:
+        yield f"lora.target_modules: [] adapts nothing; name linear layers, or {ALL_LINEAR}"
+    layers = matrices(Path(model.path))
+    for target in lora.target_modules:
+        if layers and not any(f".{layer}".endswith(f".{target}") for layer in layers):
+            names = {layer.rpartition(".")[2] for layer in layers}
+            yield (
+                f"lora.target_modules: {target!r} is no linear layer below the head of model.path {model.path!r}; "
+                f"{nearest(target, names)}"
+            )
 
 
 def groups_divide_into_optimizer_steps(batch: BatchSection) -> Iterator[str]:
@@ -451,6 +483,8 @@ RULES: tuple[Rule, ...] = (
     a_decay_floor_needs_a_decay,
     a_critic_has_a_use,
     the_options_of_the_critic_fit_its_kind,
+    adapters_train_the_policy_that_samples,
+    adapted_layers_exist,
     groups_divide_into_optimizer_steps,
     the_data_is_there,
     the_data_package_is_installed,

@@ -242,6 +242,23 @@ class CriticSection(OptimizerSection):
     """Learning rate after the warm-up."""
 
 
+ALL_LINEAR = "all-linear"
+
+
+class LoraSection(Section):
+    """Low-rank adapters (LoRA, 2106.09685), trained in place of the weights, which stay as they are; engines are given
+    the merged weights W + alpha / rank x B A. Left out, all weights are trained. Needs peft (docs/lora.md)."""
+
+    rank: PositiveInt = 16
+    """Columns of B and rows of A."""
+    alpha: PositiveInt = 32
+    """Over `rank` it scales the adapters."""
+    dropout: float = 0.0
+    """0 only: with dropout the trained policy is another than the one that sampled, so more is refused."""
+    target_modules: str | list[str] = ALL_LINEAR
+    """Names of the linear layers that get adapters, e.g. [q_proj, v_proj]; all-linear: every one but the head."""
+
+
 class FiltersSection(Section):
     """Groups that are not trained but replaced by another, by the raw rewards of their members."""
 
@@ -403,6 +420,7 @@ class Config(Section):
     replay: ReplaySection = ReplaySection()
     optimizer: OptimizerSection = OptimizerSection()
     critic: CriticSection | None = None
+    lora: LoraSection | None = None
     engine: Annotated[EngineSection, Field(discriminator="kind")] = TorchEngineSection()
     trainer: Annotated[TrainerSection, Field(discriminator="kind")] = FsdpTrainerSection()
     weights: WeightsSection = WeightsSection()

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashflow.algorithms.presets import resolve
 from flashflow.algorithms.settings import NO_SHAPING, AdvantageConfig, LossConfig, ShapingConfig
 from flashflow.algorithms.surrogates import own_loss
-from flashflow.config.sections import CriticSection, OptimizerSection
+from flashflow.config.sections import CriticSection, LoraSection, OptimizerSection
 from flashflow.errors import ConfigError, WeightsError
 from flashflow.records import Float32Array, Manifest, SharedWeights, Trajectory
 from flashflow.trainers import checkpoint, sharding
@@ -32,6 +33,7 @@ from flashflow.transport.weights.shared_memory import WeightStage
 
 if TYPE_CHECKING:
     from flashflow.config.sections import Config
+    from flashflow.trainers.lora import Lora
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +58,13 @@ class FsdpTrainer:
         epochs: int = 1,
         critic: CriticSection | None = None,
         shaping: ShapingConfig = NO_SHAPING,
+        lora: LoraSection | None = None,
+        seed: int = 0,
     ) -> None:
         """model: a transformers causal LM on its device, taken over and sharded. num_steps: for the decay of the rate.
         dtype: of the computation and of the staged weights; parameters and optimizer are float32 always.
-        optimizer_steps, epochs: of a batch. critic: for estimator gae; None is its defaults.
+        optimizer_steps, epochs: of a batch. critic: for estimator gae; None is its defaults. lora: trains adapters in
+        place of the weights, which then are in dtype too. seed: of the adapters.
 
         Uses the default process group; makes one of a single rank where there is none. Raises ConfigError on a model
         or an algorithm it does not support.
@@ -77,16 +82,18 @@ class FsdpTrainer:
         self._rank = dist.get_rank()
         mesh = sharding.make_mesh(self._device)
         # The reference is the model the run starts from, also when a checkpoint is loaded later.
-        reference = copy.deepcopy(model).requires_grad_(False) if loss.needs_reference else None
+        copied = loss.needs_reference and lora is None
+        reference = copy.deepcopy(model).requires_grad_(False) if copied else None
         if advantage.estimator == "gae":
             critic = critic if critic is not None else CriticSection()
         self._critic = Critic(critic, model, num_steps, mesh, self._dtype) if critic is not None else None
+        self._lora = _adapt(model, lora, seed, self._dtype) if lora is not None else None
         self._scorer = self._sharded(model, temperature, mesh)
         self._updater = Updater(self._scorer, optimizer, num_steps)
         self._learner = Learner(
             scorer=self._scorer,
             updater=self._updater,
-            reference=self._sharded(reference, temperature, mesh) if reference is not None else None,
+            reference=self._reference(reference, temperature, mesh) if loss.needs_reference else None,
             critic=self._critic,
             advantage=advantage,
             loss=loss,
@@ -126,6 +133,8 @@ class FsdpTrainer:
             epochs=config.batch.epochs,
             critic=config.critic,
             shaping=config.shaping,
+            lora=config.lora,
+            seed=config.run.seed,
         )
 
     def train(self, manifest: Manifest, rows: list[Trajectory]) -> TrainResult:
@@ -146,16 +155,17 @@ class FsdpTrainer:
         return [whole_NT[place, : row.num_tokens].copy() for place, row in enumerate(rows)]
 
     def stage(self, *, fresh: bool = False) -> SharedWeights:
-        """Names are those of the unsharded model's named_parameters; of tied parameters the first only."""
-        parameters = dict(self._scorer.model.named_parameters())
+        """Names are those of the unsharded model's named_parameters; of tied parameters the first only. Adapters are
+        merged, one weight at a time."""
+        lora = self._lora
+        parameters = dict(self._scorer.model.named_parameters()) if lora is None else lora.published()
+        gather = lora.gather if lora is not None else _gather
         staged: list[SharedWeights | None] = [None]
         if self._weight_stage is not None:
-            staged = [
-                self._weight_stage.stage(self.step, parameters, gather=sharding.full, dtype=self._dtype, fresh=fresh)
-            ]
+            staged = [self._weight_stage.stage(self.step, parameters, gather=gather, dtype=self._dtype, fresh=fresh)]
         else:
-            for parameter in parameters.values():
-                sharding.full(parameter.detach())
+            for name, parameter in parameters.items():
+                gather(name, parameter.detach())
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(staged, src=0)
         if staged[0] is None:
@@ -183,6 +193,10 @@ class FsdpTrainer:
             )
             for mistake in checkpoint.differences(one, other)
         ]
+        mistakes += [
+            f"{folder} does not fit lora: {mistake}"
+            for mistake in checkpoint.adapter_differences(found.adapters, expected.adapters)
+        ]
         if mistakes:
             raise ConfigError(mistakes)
         for difference in checkpoint.differences(found.settings, expected.settings):
@@ -201,8 +215,19 @@ class FsdpTrainer:
 
     def _sharded(self, model: Any, temperature: float, mesh: DeviceMesh) -> TokenScorer:
         scorer = TokenScorer(model.float(), temperature)
-        sharding.shard(scorer, scorer.layers, mesh, self._dtype)
+        if self._lora is not None:
+            # Frozen weights have their dtype already, and adapters stay float32.
+            self._lora.freeze()
+        sharding.shard(scorer, scorer.layers, mesh, self._dtype if self._lora is None else torch.float32)
         return scorer
+
+    def _reference(self, copied: Any, temperature: float, mesh: DeviceMesh) -> nn.Module:
+        """The model the run starts from: a copy, or below adapters the model itself."""
+        if self._lora is None:
+            return self._sharded(copied, temperature, mesh)
+        from flashflow.trainers.lora import BaseScorer
+
+        return BaseScorer(self._scorer, self._lora)
 
     def _passes(self, rows: list[Trajectory]) -> Passes:
         return Passes(rows, self.step, self._micro_batch_tokens, self._device)
@@ -219,7 +244,7 @@ class FsdpTrainer:
         critic = self._critic
         return checkpoint.Description(
             step=self.step,
-            parameters=describe_parameters(self._scorer.model),
+            parameters=describe_parameters(self._scorer.model) if self._lora is None else self._lora.base_parameters,
             settings=self._settings,
             skipped_in_row=self._updater.skipped_in_row,
             skipped_total=self._updater.skipped_total,
@@ -227,4 +252,16 @@ class FsdpTrainer:
             critic={} if critic is None else describe_parameters(critic.module),
             critic_skipped_in_row=0 if critic is None else critic.updater.skipped_in_row,
             critic_skipped_total=0 if critic is None else critic.updater.skipped_total,
+            adapters=self._lora.describe() if self._lora is not None else None,
         )
+
+
+def _adapt(model: Any, section: LoraSection, seed: int, dtype: torch.dtype) -> "Lora":
+    # Importing peft takes seconds, which a run without adapters need not wait for.
+    from flashflow.trainers.lora import Lora
+
+    return Lora(model, section, seed=seed, dtype=dtype)
+
+
+def _gather(_: str, parameter: torch.Tensor) -> torch.Tensor:
+    return sharding.full(parameter)
