@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from flashflow.shapes import safe_length
+from flashflow.shapes import safe_tokens
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
@@ -19,14 +19,14 @@ class MicroBatch(msgspec.Struct, frozen=True):
     """Places in the batch, longest sample first. None: no work was left for this rank; the pass keeps the ranks'
     collectives in step and must add nothing."""
     length: int
-    """Tokens to which every row is padded; a safe length."""
+    """Tokens to which every row is padded, a number of `safe_tokens`; its keys go further (shapes.safe_length)."""
 
     @property
     def padded_tokens(self) -> int:
         return len(self.rows) * self.length
 
 
-IDLE = MicroBatch((), safe_length(1))
+IDLE = MicroBatch((), safe_tokens(1))
 
 
 def deal(lengths: Sequence[int], num_ranks: int, strata: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
@@ -44,8 +44,8 @@ def deal(lengths: Sequence[int], num_ranks: int, strata: Iterable[Iterable[int]]
         for row in _longest_first(lengths, stratum):
             _, _, rank = min(zip(here, totals, range(num_ranks), strict=True))
             hands[rank].append(row)
-            here[rank] += safe_length(lengths[row])
-            totals[rank] += safe_length(lengths[row])
+            here[rank] += safe_tokens(lengths[row])
+            totals[rank] += safe_tokens(lengths[row])
     return [tuple(sorted(hand)) for hand in hands]
 
 
@@ -63,14 +63,14 @@ def pack(lengths: Sequence[int], max_tokens: int, rows: Iterable[int] | None = N
     """Every sample in exactly one micro-batch of at most `max_tokens` padded tokens, or alone where longer itself.
 
     `rows`: the places to pack; None: all. Samples are sorted by length, longest first (so that memory is short at once
-    or never), ties by place; none is padded to more than twice its own safe length. The same lengths give the same
+    or never), ties by place; none is padded to more than twice its own safe number. The same lengths give the same
     result.
     """
     micro_batches: list[MicroBatch] = []
     members: list[int] = []
     length = 0
     for row in _longest_first(lengths, range(len(lengths)) if rows is None else rows):
-        own = safe_length(lengths[row])
+        own = safe_tokens(lengths[row])
         if members and ((len(members) + 1) * length > max_tokens or length > 2 * own):
             micro_batches.append(MicroBatch(tuple(members), length))
             members = []

@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashflow.packing import IDLE, MicroBatch, deal, pack, plan
-from flashflow.shapes import safe_length
+from flashflow.shapes import safe_tokens
 
 lengths_and_budgets = st.tuples(st.lists(st.integers(1, 3000), max_size=60), st.integers(1, 6000))
 
 
 def test_a_table_by_hand() -> None:
-    # Safe lengths: 50 -> 64, 30 -> 32, 29 -> 32, 100 -> 112, 9 -> 16.
+    # Safe numbers: 50 -> 64, 30 -> 32, 29 -> 32, 100 -> 112, 9 -> 16.
     assert pack([50, 30, 100, 29, 9], max_tokens=200) == [
         MicroBatch((2,), 112),  # two rows of 112 are too many
         MicroBatch((0, 1, 3), 64),  # 192 tokens
@@ -19,7 +19,7 @@ def test_a_table_by_hand() -> None:
 
 
 def test_a_sample_longer_than_the_budget_goes_alone() -> None:
-    assert pack([600, 8, 8], max_tokens=32) == [MicroBatch((0,), 640), MicroBatch((1, 2), 16)]
+    assert pack([600, 8, 8], max_tokens=32) == [MicroBatch((0,), 608), MicroBatch((1, 2), 16)]
 
 
 def test_only_the_rows_named_are_packed() -> None:
@@ -43,12 +43,12 @@ def test_the_budget_holds_but_for_a_single_sample_and_padding_at_most_doubles(ca
     lengths, budget = case
     for micro in pack(lengths, budget):
         assert micro.padded_tokens <= budget or len(micro.rows) == 1
-        assert micro.length == safe_length(max(lengths[row] for row in micro.rows))
-        assert all(lengths[row] <= micro.length <= 2 * safe_length(lengths[row]) for row in micro.rows)
+        assert micro.length == safe_tokens(max(lengths[row] for row in micro.rows))
+        assert all(lengths[row] <= micro.length <= 2 * safe_tokens(lengths[row]) for row in micro.rows)
 
 
 def test_rows_are_dealt_longest_first_to_the_rank_with_the_least_to_do() -> None:
-    # Safe lengths 64, 32, 32, 16 of the first stratum: 64 to rank 0, both 32 to rank 1, 16 to either: rank 0.
+    # Safe numbers 64, 32, 32, 16 of the first stratum: 64 to rank 0, both 32 to rank 1, 16 to either: rank 0.
     # Of the second each rank takes one, rank 1 first, for it has less in all.
     assert deal([50, 30, 20, 9, 40, 40], 2, [[0, 1, 2, 3], [4, 5]]) == [(0, 3, 5), (1, 2, 4)]
 
@@ -70,8 +70,8 @@ def test_every_sample_has_one_rank_and_the_work_of_a_stratum_differs_by_at_most_
     hands = deal(lengths, num_ranks, strata)
     assert sorted(row for hand in hands for row in hand) == list(range(len(lengths)))
     for stratum in strata:
-        costs = [sum(safe_length(lengths[row]) for row in set(stratum) & set(hand)) for hand in hands]
-        longest = max((safe_length(lengths[row]) for row in stratum), default=0)
+        costs = [sum(safe_tokens(lengths[row]) for row in set(stratum) & set(hand)) for hand in hands]
+        longest = max((safe_tokens(lengths[row]) for row in stratum), default=0)
         assert max(costs) - min(costs) <= longest
 
 

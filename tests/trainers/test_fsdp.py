@@ -215,6 +215,36 @@ def test_an_exact_engine_and_the_trainer_agree_to_the_last_bit(make_trainer: Mak
     assert metrics["w_max"] == pytest.approx(1, abs=0 if engine.exact else 1e-3)
 
 
+def test_long_sequences_need_no_more_padding_than_their_keys(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(micro_batch_tokens=1500)
+    attached = attach(trainer.stage())
+    engine = TorchEngine(make_model(seed=9), slots=8, max_context_tokens=1024)
+    engine.load(0, attached.tensors)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 300, size).tolist() for size in (120, 129, 195, 250, 380, 505, 640, 1000)]
+    rows = generated(engine, prompts, [20, 3, 9, 12, 8, 20, 5, 20], 1.0)
+    found = trainer.logprobs(rows)
+    gap = max(float(np.abs(one - row.logprobs).max()) for one, row in zip(found, rows, strict=True))
+    assert gap == 0 if engine.exact else gap < 1e-4
+    metrics = trainer.train(make_manifest(1, rows, len(rows)), rows).metrics
+    assert metrics["padding_fraction"] < 0.25, "a sequence of 129 tokens is not padded to 512"
+    assert metrics["w_max"] == pytest.approx(1, abs=0 if engine.exact else 1e-3)
+
+
+def test_the_gradient_does_not_see_the_padding_of_the_keys() -> None:
+    tokens = torch.randint(0, 300, (2, 208), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(208).expand(2, 208) >= torch.tensor([[150], [20]])
+    model = make_model()
+    scorer = TokenScorer(model, 1.0)
+    gradients = []
+    for length in (208, 512):
+        padded, counted = (torch.nn.functional.pad(part, (0, length - 208)) for part in (tokens, mask))
+        logprobs, _ = scorer(padded, counted)
+        gradients.append(torch.autograd.grad(logprobs.sum(), list(model.parameters())))
+    for short, long in zip(*gradients, strict=True):
+        torch.testing.assert_close(short, long, rtol=1e-4, atol=1e-4)
+
+
 # ---- what counts, and what is refused
 
 
