@@ -76,8 +76,8 @@ def check_filtered_fraction(
         raise BudgetError(
             f"since the last batch the filters dropped {num_filtered} groups of {num_filtered + num_kept}, by "
             f"{' and '.join(config.names)}, more than filters.max_filtered_fraction = {fraction} of them and "
-            f"of a batch of {batch_groups} (or {FEWEST_KEPT}) to come: reward {reward_name} tells too few attempts apart; make the tasks fit the "
-            "model, or raise the fraction"
+            f"of a batch of {batch_groups} (or {FEWEST_KEPT}) to come: reward {reward_name} tells too few attempts "
+            "apart; make the tasks fit the model, or raise the fraction"
         )
 
 

@@ -1,10 +1,11 @@
 """The FSDP2 trainer: one manifest in, one version more; learner.py says how.
 
-Every rank is given all rows and takes its share of the micro-batches; the same rows give the same bits.
+Every rank is given the rows that are its own; the same rows on the same number of ranks give the same bits.
 """
 
 import copy
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +28,7 @@ from flashflow.trainers.learner import Learner
 from flashflow.trainers.logprobs import TokenScorer
 from flashflow.trainers.metrics import UNMEASURED, batch_metrics
 from flashflow.trainers.passes import Passes
+from flashflow.trainers.share import Hands, Share, deal_rows, whole
 from flashflow.trainers.state import Part, describe_parameters, load_state, save_state
 from flashflow.trainers.update import Updater
 from flashflow.transport.weights.shared_memory import WeightStage
@@ -80,6 +82,7 @@ class FsdpTrainer:
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._owns_group = sharding.start_alone(self._device)
         self._rank = dist.get_rank()
+        self._shaping, self._optimizer_steps = shaping, optimizer_steps
         mesh = sharding.make_mesh(self._device)
         # The reference is the model the run starts from, also when a checkpoint is loaded later.
         copied = loss.needs_reference and lora is None
@@ -137,21 +140,27 @@ class FsdpTrainer:
             seed=config.run.seed,
         )
 
+    def rows_of(self, manifest: Manifest) -> Sequence[int]:
+        return self._deal(manifest)[self._rank]
+
     def train(self, manifest: Manifest, rows: list[Trajectory]) -> TrainResult:
-        """Raises ContractError when the rows are not those of the next manifest, or a log-probability is NaN;
+        """Raises ContractError when the rows are not this rank's of the next manifest, or a log-probability is NaN;
         BudgetError when too many gradients in a row were not finite."""
-        check_rows(manifest, rows, self.step)
+        hands = self._deal(manifest)
+        check_rows(manifest, rows, hands[self._rank], self.step)
+        share = Share([row.num_tokens for row in manifest.rows], hands, self._rank, rows)
         # For whatever a loss of the user's own may draw: the same on every rank, and when the batch is redone.
         torch.manual_seed(manifest.rng_key % 2**63)
-        learned = self._learner.learn(self._passes(rows), manifest.step)
+        learned = self._learner.learn(self._passes(share), manifest.rows, manifest.step)
         self.step = manifest.step
         unmeasured = UNMEASURED if learned["empty_batch"] else {}
-        return TrainResult(step=self.step, metrics={**unmeasured, **learned, **batch_metrics(manifest, rows)})
+        return TrainResult(step=self.step, metrics={**unmeasured, **learned, **batch_metrics(manifest)})
 
     def logprobs(self, rows: list[Trajectory]) -> list[Float32Array]:
         """A forward pass of its own under the present weights: [T] each, 0 where not sampled, nats at the sampling
-        temperature. Equal to the engine's to the last bit where the engine is `exact`."""
-        whole_NT = self._learner.logprobs(self._passes(rows), self._scorer, range(len(rows))).cpu().numpy()
+        temperature. Equal to the engine's to the last bit where the engine is `exact`. Every rank scores all rows."""
+        passes = self._passes(whole(rows, dist.get_world_size(), self._rank))
+        whole_NT = self._learner.logprobs(passes, self._scorer, range(len(rows))).cpu().numpy()
         return [whole_NT[place, : row.num_tokens].copy() for place, row in enumerate(rows)]
 
     def stage(self, *, fresh: bool = False) -> SharedWeights:
@@ -229,8 +238,11 @@ class FsdpTrainer:
 
         return BaseScorer(self._scorer, self._lora)
 
-    def _passes(self, rows: list[Trajectory]) -> Passes:
-        return Passes(rows, self.step, self._micro_batch_tokens, self._device)
+    def _deal(self, manifest: Manifest) -> Hands:
+        return deal_rows(manifest.rows, self._shaping, self._optimizer_steps, dist.get_world_size())
+
+    def _passes(self, share: Share) -> Passes:
+        return Passes(share, self.step, self._micro_batch_tokens, self._device)
 
     def _parts(self) -> tuple[Part, Part | None]:
         """What a checkpoint holds: of the policy, of the critic."""

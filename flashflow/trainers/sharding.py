@@ -45,6 +45,15 @@ def reshard(module: nn.Module) -> None:
         module.reshard()
 
 
+def total(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Summed over the ranks, in the dtype and on the device of `tensor`; `device` is where the ranks can talk."""
+    if dist.get_world_size() == 1:
+        return tensor
+    summed = tensor.to(device, copy=True)
+    dist.all_reduce(summed)
+    return summed.to(tensor.device)
+
+
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a possibly sharded tensor; a collective of all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
