@@ -218,7 +218,9 @@ def the_options_of_the_critic_fit_its_kind(critic: CriticSection | None) -> Iter
         yield from _problem_of_model("critic.path", critic.path)
 
 
-def adapters_train_the_policy_that_samples(lora: LoraSection | None) -> Iterator[str]:
+def adapters_train_the_policy_that_samples(lora: LoraSection | None, trainer: TrainerSection) -> Iterator[str]:
+    if lora is not None and trainer.kind == "simulated":
+        yield "lora: has no effect with trainer.kind simulated, which has no weights; remove the section"
     if lora is not None and lora.dropout != 0:
         yield (
             f"lora.dropout: {lora.dropout} would train another policy than the one that sampled, for engines have no "

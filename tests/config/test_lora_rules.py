@@ -76,3 +76,10 @@ def test_the_default_learning_rate_is_a_caution(path, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     (found,) = [each for each in cautions(load_config(tmp_path / "config.yaml", ["lora={}"])) if "ten times" in each]
     assert found.startswith("optimizer.lr: the default 1e-06")
+
+
+def test_a_simulated_trainer_has_nothing_to_adapt(path):
+    overrides = ["trainer={kind: simulated}", "lora={}"]
+    assert any(
+        mistake.startswith("lora: has no effect with trainer.kind simulated") for mistake in mistakes(path, *overrides)
+    )
