@@ -22,6 +22,7 @@ from flashflow.trainers.fsdp import FsdpTrainer
 from flashflow.trainers.lora import MergedProduct
 from flashflow.trainers.merging import DOWN, UP, base_digest
 from flashflow.trainers.sharding import full
+from flashflow.trainers.share import whole as whole_share
 from flashflow.trainers.weights import load_weights, read_weights
 from flashflow.transport.weights.shared_memory import attach
 
@@ -168,11 +169,11 @@ def test_the_reference_of_a_kl_term_is_the_base(make_trainer: MakeTrainer) -> No
     lora = make_trainer(lora=LORA, optimizer=SECTION, **algorithm)
     _, rows = make_batch(3)
     train(lora, 2)
-    passes = lora._passes(rows)
+    passes = lora._passes(whole_share(rows, 1, 0))
     reference = lora._learner._reference
     assert reference is not None
     found = lora._learner.logprobs(passes, reference, range(len(rows)))
-    expected = whole._learner.logprobs(whole._passes(rows), whole._scorer, range(len(rows)))
+    expected = whole._learner.logprobs(whole._passes(whole_share(rows, 1, 0)), whole._scorer, range(len(rows)))
     assert torch.equal(found, expected)
     assert not torch.equal(found, lora._learner.logprobs(passes, lora._scorer, range(len(rows))))
     assert train(lora, 3)[0]["kl"] > 0
