@@ -314,9 +314,16 @@ EngineSection = TorchEngineSection | SimulatedEngineSection
 
 
 class FsdpTrainerSection(Section):
-    """FSDP2 over the trainer ranks."""
+    """How the trainer's ranks compute and share what they hold."""
 
     kind: Literal["fsdp"] = "fsdp"
+    """FSDP2: parameters, gradients and optimizer are cut over the ranks."""
+    activation_checkpointing: bool = False
+    """Recompute each transformer layer in the backward pass: memory for activations falls to about one layer's, the
+    step takes up to a third longer, no bit changes."""
+    whole_during_step: bool = True
+    """On several ranks: every rank holds all parameters and gradients during an optimizer step (8 bytes a parameter in
+    float32, 6 in bfloat16), and the ranks talk once a step. false: once and again in every pass, layer by layer."""
 
 
 TrainerSection = FsdpTrainerSection | SimulatedTrainerSection

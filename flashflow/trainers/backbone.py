@@ -3,9 +3,12 @@
 Letters: B rows, T padded length, D width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flashflow.errors import ConfigError
 from flashflow.trainers import attention
@@ -25,6 +28,22 @@ def prepare(model: Any) -> None:
         )
     if not hasattr(model.base_model, "layers"):
         raise ConfigError([f"model.path: {type(model).__name__} keeps its layers elsewhere than in base_model.layers"])
+
+
+def recompute(layers: nn.ModuleList) -> None:
+    """Each layer keeps only its inputs for the backward pass, and runs again there. In place; bits stay."""
+    for layer in layers:
+        layer.forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **options)
+        # Nothing is drawn in a layer: there is no dropout.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+    return run
 
 
 def width_of(model: Any) -> int:

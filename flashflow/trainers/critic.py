@@ -15,7 +15,7 @@ from flashflow.config.sections import CriticSection
 from flashflow.errors import ConfigError
 from flashflow.models import load_model
 from flashflow.trainers import sharding
-from flashflow.trainers.backbone import hidden_states, prepare, width_of
+from flashflow.trainers.backbone import hidden_states, prepare, recompute, width_of
 from flashflow.trainers.update import Updater
 
 
@@ -57,9 +57,16 @@ class Critic:
     """Head or model, sharded as the policy is, and its own AdamW."""
 
     def __init__(
-        self, section: CriticSection, policy: Any, num_steps: int, mesh: DeviceMesh, dtype: torch.dtype
+        self,
+        section: CriticSection,
+        policy: Any,
+        num_steps: int,
+        mesh: DeviceMesh,
+        dtype: torch.dtype,
+        *,
+        activation_checkpointing: bool = False,
     ) -> None:
-        """policy: the unsharded causal LM. Raises ConfigError on a model that does not fit it."""
+        """policy: the unsharded causal LM, as loaded. Raises ConfigError on a model that does not fit it."""
         self.module: ValueHead | ValueModel
         if section.kind == "value_head":
             self.module = ValueHead(width_of(policy), next(policy.parameters()).device)
@@ -68,6 +75,8 @@ class Critic:
             self.module = ValueModel(_own_model(section, policy).float())
             # By itself, for it computes in float32 whatever the backbone does.
             sharding.shard(self.module.head, nn.ModuleList(), mesh, torch.float32)
+            if activation_checkpointing:
+                recompute(self.module.backbone.layers)
             sharding.shard(self.module, self.module.backbone.layers, mesh, dtype)
         self.loss_coefficient = section.loss_coefficient if section.kind == "value_head" else 1.0
         self.updater = Updater(self.module, section, num_steps, name="critic")

@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from flashflow.algorithms.presets import resolve
 from flashflow.algorithms.settings import NO_SHAPING, AdvantageConfig, LossConfig, ShapingConfig
 from flashflow.algorithms.surrogates import own_loss
-from flashflow.config.sections import CriticSection, LoraSection, OptimizerSection
+from flashflow.config.sections import CriticSection, FsdpTrainerSection, LoraSection, OptimizerSection
 from flashflow.errors import ConfigError, WeightsError
 from flashflow.records import Float32Array, Manifest, SharedWeights, Trajectory
 from flashflow.trainers import checkpoint, sharding
+from flashflow.trainers.backbone import recompute
 from flashflow.trainers.base import TrainResult
 from flashflow.trainers.batch import check_rows
 from flashflow.trainers.critic import Critic
@@ -62,11 +63,12 @@ class FsdpTrainer:
         shaping: ShapingConfig = NO_SHAPING,
         lora: LoraSection | None = None,
         seed: int = 0,
+        section: FsdpTrainerSection | None = None,
     ) -> None:
         """model: a transformers causal LM on its device, taken over and sharded. num_steps: for the decay of the rate.
         dtype: of the computation and of the staged weights; parameters and optimizer are float32 always.
-        optimizer_steps, epochs: of a batch. critic: for estimator gae; None is its defaults. lora: trains adapters in
-        place of the weights, which then are in dtype too. seed: of the adapters.
+        optimizer_steps, epochs: of a batch. critic: for estimator gae; None is its defaults, as of section. lora:
+        trains adapters in place of the weights, which then are in dtype too. seed: of the adapters.
 
         Uses the default process group; makes one of a single rank where there is none. Raises ConfigError on a model
         or an algorithm it does not support.
@@ -78,6 +80,7 @@ class FsdpTrainer:
         self.step = 0
         loss = loss.for_responses(max_response_tokens)
         self._micro_batch_tokens = micro_batch_tokens
+        self._section = section if section is not None else FsdpTrainerSection()
         self._device = next(model.parameters()).device
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._owns_group = sharding.start_alone(self._device)
@@ -89,7 +92,12 @@ class FsdpTrainer:
         reference = copy.deepcopy(model).requires_grad_(False) if copied else None
         if advantage.estimator == "gae":
             critic = critic if critic is not None else CriticSection()
-        self._critic = Critic(critic, model, num_steps, mesh, self._dtype) if critic is not None else None
+        recompute_layers = self._section.activation_checkpointing
+        self._critic = (
+            Critic(critic, model, num_steps, mesh, self._dtype, activation_checkpointing=recompute_layers)
+            if critic is not None
+            else None
+        )
         self._lora = _adapt(model, lora, seed, self._dtype) if lora is not None else None
         self._scorer = self._sharded(model, temperature, mesh)
         self._updater = Updater(self._scorer, optimizer, num_steps)
@@ -138,6 +146,7 @@ class FsdpTrainer:
             shaping=config.shaping,
             lora=config.lora,
             seed=config.run.seed,
+            section=config.trainer if isinstance(config.trainer, FsdpTrainerSection) else None,
         )
 
     def rows_of(self, manifest: Manifest) -> Sequence[int]:
@@ -227,6 +236,8 @@ class FsdpTrainer:
         if self._lora is not None:
             # Frozen weights have their dtype already, and adapters stay float32.
             self._lora.freeze()
+        if self._section.activation_checkpointing:
+            recompute(scorer.layers)
         sharding.shard(scorer, scorer.layers, mesh, self._dtype if self._lora is None else torch.float32)
         return scorer
 
@@ -242,7 +253,8 @@ class FsdpTrainer:
         return deal_rows(manifest.rows, self._shaping, self._optimizer_steps, dist.get_world_size())
 
     def _passes(self, share: Share) -> Passes:
-        return Passes(share, self.step, self._micro_batch_tokens, self._device)
+        whole_during_step = self._section.whole_during_step
+        return Passes(share, self.step, self._micro_batch_tokens, self._device, whole_during_step=whole_during_step)
 
     def _parts(self) -> tuple[Part, Part | None]:
         """What a checkpoint holds: of the policy, of the critic."""

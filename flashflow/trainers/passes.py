@@ -19,7 +19,7 @@ from flashflow.errors import ContractError
 from flashflow.packing import MicroBatch
 from flashflow.trainers.batch import TokenBatch, token_batch
 from flashflow.trainers.objectives import MicroLoss, Objective
-from flashflow.trainers.sharding import reshard, total
+from flashflow.trainers.sharding import hold_whole, reshard, total
 from flashflow.trainers.share import Share
 
 
@@ -36,11 +36,14 @@ class StepOutcome(NamedTuple):
 class Passes:
     """This rank's share of the passes over one batch."""
 
-    def __init__(self, share: Share, version: int, max_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, share: Share, version: int, max_tokens: int, device: torch.device, *, whole_during_step: bool = True
+    ) -> None:
         """version: the trainer's at hand-over. max_tokens: of a micro-batch."""
         self.share = share
         self._version, self._max_tokens, self._device = version, max_tokens, device
         self._num_ranks = dist.get_world_size()
+        self._whole_during_step = whole_during_step and self._num_ranks > 1
 
     def train(self, objective: Objective, rows: Iterable[int], denominators: Denominators) -> StepOutcome:
         """Adds the gradient of one optimizer step to the parameters'. Rows that cannot have any are only measured: a
@@ -59,7 +62,12 @@ class Passes:
         losses: dict[str, list[float]] = {}
         metrics: dict[str, Stat] = {}
         for trains, each in plans.items():
+            left = len(each[self.share.rank])
             for batch in self._batches(each):
+                left -= 1
+                if trains and self._whole_during_step:
+                    for module in objective.modules:
+                        hold_whole(module, last=not left)
                 with torch.set_grad_enabled(trains):
                     result = self._named(objective, batch, per_rank)
                 if trains:
