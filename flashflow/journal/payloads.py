@@ -35,7 +35,7 @@ _PLAIN = tuple(name for name in _Stored.__struct_fields__ if name not in _ARRAYS
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
     arrays: dict[str, Any] = {
-        name: bytearray(np.ascontiguousarray(getattr(trajectory, name), dtype)) for name, dtype in _ARRAYS.items()
+        name: np.ascontiguousarray(getattr(trajectory, name), dtype).data.cast("B") for name, dtype in _ARRAYS.items()
     }
     return msgspec.msgpack.encode(_Stored(**arrays, **{name: getattr(trajectory, name) for name in _PLAIN}))
 
