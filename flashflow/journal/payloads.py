@@ -1,5 +1,6 @@
 """Trajectories on disk, in segments that are deleted whole once nothing needs them."""
 
+import os
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,13 @@ class Payloads:
 
     def _read(self, location: Location) -> bytes | None:
         try:
-            with self._path(location.segment).open("rb") as file:
-                file.seek(location.offset)
-                body = unframe(file.read(HEADER_BYTES + location.length), 0)
+            fd = os.open(self._path(location.segment), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
+        try:
+            body = unframe(os.pread(fd, HEADER_BYTES + location.length, location.offset), 0)
+        finally:
+            os.close(fd)
         return body if body is not None and len(body) == location.length else None
 
     def _numbers(self) -> list[int]:
