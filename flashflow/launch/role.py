@@ -8,6 +8,7 @@ never: outlives its supervisor, fails without saying so on the link.
 import asyncio
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -77,6 +78,8 @@ class RoleProcess:
         """The first time it is told, the supervisor is; `at` is now unless given."""
         if milestone not in self._reached:
             self._reached.add(milestone)
+            if milestone == "ready":
+                gc.freeze()  # modules and models stay: the collector need not look at them again
             self.link.send(Reached(milestone=milestone, at=time.monotonic() if at is None else at))
 
     async def run(self) -> None:
