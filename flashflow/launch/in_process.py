@@ -88,6 +88,8 @@ class Surroundings:
     make_trainer: Callable[[Config, InProcessTransport, Clock], LocalTrainer] = make_trainer
     spans: Spans | None = None
     """Hears of the time of simulated parts."""
+    on_end: Callable[[], None] = lambda: None
+    """Called when the run has ended, before what still goes on is cancelled, in no order to speak of."""
 
 
 async def play(
@@ -143,6 +145,7 @@ async def play(
         on_stoppable(controller.stop)
         return await _first_of(controller.run(), background)
     finally:
+        around.on_end()
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)

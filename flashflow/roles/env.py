@@ -298,6 +298,8 @@ class EnvRole:
             attempt.request = ""
         if parts[-1].finish_reason == "aborted":
             raise RemoteError("Aborted", f"{request.request} was aborted at the engine")
+        if len(parts) == 1:
+            return parts[0]
         return GenerateReply(
             token_ids=np.concatenate([part.token_ids for part in parts]),
             logprobs=np.concatenate([part.logprobs for part in parts]),

@@ -23,19 +23,40 @@ class Pending:
         """From 1; 0 until it has got a credit and is sent."""
         self.answered = False
         """The final reply, or a failure, has come."""
-        self._items: asyncio.Queue[Message | FlashflowError] = asyncio.Queue()
+        self._items: deque[Message | FlashflowError] = deque()
+        self._news: asyncio.Future[None] | None = None
+        """What the one taker waits for."""
 
     def put(self, item: Message | FlashflowError, *, final: bool) -> None:
         if not self.answered:
             self.answered = final
-            self._items.put_nowait(item)
+            self._items.append(item)
+            if self._news is not None and not self._news.done():
+                self._news.set_result(None)
 
-    async def take(self) -> tuple[Message, bool]:
-        """The next reply and whether it is the last. Raises what the call failed with."""
-        item = await self._items.get()
+    async def take(self, within_s: float | None = None) -> tuple[Message, bool]:
+        """The next reply and whether it is the last; one taker at a time.
+
+        Raises what the call failed with, and TimeoutError.
+        """
+        if not self._items:
+            loop = asyncio.get_running_loop()
+            self._news = loop.create_future()
+            timer = None if within_s is None else loop.call_later(within_s, _expire, self._news)
+            try:
+                await self._news
+            finally:
+                if timer is not None:
+                    timer.cancel()
+        item = self._items.popleft()
         if isinstance(item, FlashflowError):
             raise item
-        return item, self.answered and self._items.empty()
+        return item, self.answered and not self._items
+
+
+def _expire(news: asyncio.Future[None]) -> None:
+    if not news.done():
+        news.set_exception(TimeoutError())
 
 
 class Credits:
