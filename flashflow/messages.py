@@ -156,6 +156,8 @@ class GenerateReply(Message):
     finish_reason: Literal["", "stop", "length", "aborted"] = ""
     waited_s: float = 0.0
     """Since the part before: seconds in which no engine worked on it. They count against no deadline of the attempt."""
+    num_waiting: int | None = None
+    """Last part: requests that waited in the engine then; None where it does not say."""
 
 
 class Abort(Message):

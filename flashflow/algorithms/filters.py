@@ -68,14 +68,15 @@ def too_many(
 
 
 def check_filtered_fraction(
-    *, num_filtered: int, num_kept: int, batch_groups: int, max_fraction: float, reward_name: str
+    config: FilterConfig, *, num_filtered: int, num_kept: int, batch_groups: int, reward_name: str
 ) -> None:
     """Raises BudgetError when `too_many` groups were filtered."""
-    if too_many(num_lost=num_filtered, num_kept=num_kept, batch_groups=batch_groups, max_fraction=max_fraction):
+    fraction = config.max_filtered_fraction
+    if too_many(num_lost=num_filtered, num_kept=num_kept, batch_groups=batch_groups, max_fraction=fraction):
         raise BudgetError(
-            f"since the last batch the filters dropped {num_filtered} groups of {num_filtered + num_kept}, more than "
-            f"filters.max_filtered_fraction = {max_fraction} of them and of a batch of {batch_groups} (or "
-            f"{FEWEST_KEPT}) to come: reward {reward_name} tells too few attempts apart; make the tasks fit the "
+            f"since the last batch the filters dropped {num_filtered} groups of {num_filtered + num_kept}, by "
+            f"{' and '.join(config.names)}, more than filters.max_filtered_fraction = {fraction} of them and "
+            f"of a batch of {batch_groups} (or {FEWEST_KEPT}) to come: reward {reward_name} tells too few attempts apart; make the tasks fit the "
             "model, or raise the fraction"
         )
 

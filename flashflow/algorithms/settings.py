@@ -213,7 +213,13 @@ class FilterConfig(Settings):
 
     @property
     def active(self) -> bool:
-        return self.dynamic or self.mean_lower is not None or self.mean_upper is not None
+        return bool(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the fields that filter, with their values, as the config has them."""
+        fields = {"dynamic": self.dynamic or None, "mean_lower": self.mean_lower, "mean_upper": self.mean_upper}
+        return [f"filters.{name} {str(value).lower()}" for name, value in fields.items() if value is not None]
 
 
 NO_FILTERS = FilterConfig()

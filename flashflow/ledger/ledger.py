@@ -84,10 +84,10 @@ class Ledger(Book):
         """Raises BudgetError when, since the last batch, filters, failures or the deadline cost too many groups."""
         num_kept, batch_groups = len(self.complete), self.rules.batch_groups
         check_filtered_fraction(
+            self.rules.filters,
             num_filtered=self.lost[State.FILTERED],
             num_kept=num_kept,
             batch_groups=batch_groups,
-            max_fraction=self.rules.filters.max_filtered_fraction,
             reward_name=reward_name,
         )
         if self.rules.failures == "filter":

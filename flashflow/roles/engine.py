@@ -13,6 +13,7 @@ from concurrent.futures import Executor
 from importlib import metadata
 from typing import ParamSpec, TypeVar
 
+import msgspec
 import numpy as np
 
 from flashflow.clock import Clock
@@ -165,7 +166,7 @@ class EngineRole:
             while not await self._ends_within(answer, self._section.stream_every_s):
                 if answer.has_unsent:
                     await self._send(name, answer.take(), emit)
-            return answer.take()
+            return msgspec.structs.replace(answer.take(), num_waiting=self._engine.num_waiting)
         finally:
             # A `submit` cancelled on its way has its abort behind it. After `run` the thread may be gone.
             del self._answers[name]

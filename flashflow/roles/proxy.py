@@ -82,7 +82,7 @@ class ProxyRole:
                 return Ack()
             case Suspend() | Resume():
                 self._queue.stopped = isinstance(message, Suspend)
-                await self._broadcast(message)
+                await self._tell({engine: message for engine in self._engines if engine.version >= 0})
                 self._queue.dispatch()
                 return Ack()
             case Update():
@@ -113,25 +113,30 @@ class ProxyRole:
         name = request.request
         if name in self._queue or name in self._running:
             raise ContractError(f"proxy: request {name} is already being answered")
+        last = None
         try:
-            return await self._answer(request, emit)
+            last = await self._answer(request, emit)
+            return last
         finally:
             self._aborted.discard(name)
+            if last is None or last.finish_reason == "aborted":
+                self._router.forget(request.session)  # no turn follows
 
     async def _answer(self, request: Generate, emit: Emit) -> GenerateReply:
         """Streams the answer; what a dead engine had streamed is kept and another goes on from there."""
         for _ in range(MAX_DISPATCHES):
             engine = await self._reserve(request, emit)
             if engine is None:
-                self._router.forget(request.session)
                 return _nothing("aborted")
-            reserved = work(request)
+            reserved, num_waiting = work(request), None
             self._running[request.request] = engine
+            version = engine.version
             try:
                 parts = engine.client.stream(request, GenerateReply, idle_deadline_s=self._rollout.turn_deadline_s)
                 async for part in parts:
                     engine.tokens_generated += len(part.token_ids)
                     if part.finish_reason:
+                        num_waiting = part.num_waiting
                         return part
                     await emit(part)
                     request = _continued(request, part)
@@ -140,10 +145,12 @@ class ProxyRole:
             except RemoteError as error:
                 if error.kind != NotServing.__name__:
                     raise
-                self._lost(engine)
+                # Overtaken by an UPDATE the engine is as it should be; otherwise it was started again.
+                if engine.version == version and not self._hopeless(request):
+                    self._lost(engine)
             finally:
                 del self._running[request.request]
-                self._router.release(engine, reserved)
+                self._router.release(engine, reserved, num_waiting)
                 self._queue.dispatch()
         raise BudgetError(f"request {request.request}: {MAX_DISPATCHES} engines were lost under it")
 
@@ -229,7 +236,7 @@ class ProxyRole:
         status = await engine.client.call(
             EngineStatusRequest(), EngineStatus, deadline_s=self._network.startup_deadline_s
         )
-        engine.room = status.slots + max(8, status.slots // 4)
+        engine.greet(status.slots)
         engine.exact = status.exact
         engine.version = status.version
 
@@ -269,16 +276,18 @@ class ProxyRole:
             if (engine := self._running.get(name)) is not None:
                 self._aborted.add(name)
                 by_engine.setdefault(engine, []).append(name)
-        deadline_s = self._network.call_deadline_s
-        calls = [e.client.call(Abort(requests=names), Ack, deadline_s=deadline_s) for e, names in by_engine.items()]
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(outcome, BaseException) and not isinstance(outcome, TransportError):
-                raise outcome
+        await self._tell({engine: Abort(requests=names) for engine, names in by_engine.items()})
 
-    async def _broadcast(self, message: Suspend | Resume) -> None:
+    async def _tell(self, orders: Mapping[EngineEnd, Abort | Suspend | Resume]) -> None:
+        """One that cannot be told is out of service."""
         deadline_s = self._network.call_deadline_s
-        calls = (e.client.call(message, Ack, deadline_s=deadline_s) for e in self._engines if e.version >= 0)
-        await asyncio.gather(*calls)
+        calls = [engine.client.call(order, Ack, deadline_s=deadline_s) for engine, order in orders.items()]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for engine, outcome in zip(orders, outcomes, strict=True):
+            if isinstance(outcome, PeerLost | DeadlineError):
+                self._lost(engine)
+            elif isinstance(outcome, BaseException):
+                raise outcome
 
     async def _status(self) -> EngineStatus:
         """Sums over the engines; `version` is the lowest in service."""

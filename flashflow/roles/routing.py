@@ -23,8 +23,9 @@ class EngineEnd:
         self.client = client
         self.version = -1
         """-1: not in service (no weights yet, or lost)."""
+        self.slots = 0
         self.room = 0
-        """Requests it takes at once: its slots and a few more, so that a freed slot never waits for a round trip."""
+        """Requests it takes at once; see `measure`."""
         self.requests = 0
         self.outstanding_tokens = 0
         self.tokens_generated = 0
@@ -37,8 +38,30 @@ class EngineEnd:
         return request.pin_version is None or request.pin_version == self.version
 
     def has_room(self, count: int) -> bool:
-        """For so many requests at once; an idle engine takes more than its room."""
-        return self.requests + count <= self.room or (self.requests == 0 and self.room > 0)
+        """For so many requests at once; more than one need free slots, or an idle engine."""
+        limit = self.room if count == 1 else self.slots
+        return self.requests + count <= limit or (self.requests == 0 and self.room > 0)
+
+    def greet(self, slots: int) -> None:
+        """It has so many slots, and takes a few requests more, so that a freed slot never waits for a round trip."""
+        self.slots = slots
+        self.room = slots + self._spare
+
+    def measure(self, num_waiting: int) -> None:
+        """Follow the engine's own queue, as it is when a request leaves an engine that had no room.
+
+        A request in that queue can no longer go to an engine that is free before this one, and holds memory there
+        (an engine may run fewer than its slots: long contexts fill its cache). An empty queue means that the next slot
+        to be freed waits. So the room goes down by one while more than a few wait, and up by one while nobody does.
+        """
+        if num_waiting > self._spare:
+            self.room = max(1, self.room - 1)
+        elif num_waiting == 0:
+            self.room = min(2 * self.slots, self.room + 1)
+
+    @property
+    def _spare(self) -> int:
+        return max(2, self.slots // 8)
 
 
 class Router:
@@ -81,8 +104,10 @@ class Router:
             self.changed(engine)
         return engine
 
-    def release(self, engine: EngineEnd, num_tokens: int) -> None:
-        """One request of so many reserved tokens has left."""
+    def release(self, engine: EngineEnd, num_tokens: int, num_waiting: int | None = None) -> None:
+        """One request of so many reserved tokens has left; so many waited in the engine then, if it said so."""
+        if num_waiting is not None and engine.requests == engine.room:
+            engine.measure(num_waiting)
         engine.requests -= 1
         engine.outstanding_tokens -= num_tokens
         self.changed(engine)

@@ -74,10 +74,13 @@ def test_lost_groups_are_too_many_past_their_share_of_at_least_a_batch(
     assert found is stops
 
 
-def test_too_many_filtered_groups_name_the_share_and_the_reward_function():
-    check_filtered_fraction(num_filtered=180, num_kept=0, batch_groups=20, max_fraction=0.9, reward_name="exact")
-    with pytest.raises(BudgetError, match=r"181 groups of 183, .*max_filtered_fraction = 0\.9 .* 20 .*: reward exact"):
-        check_filtered_fraction(num_filtered=181, num_kept=2, batch_groups=20, max_fraction=0.9, reward_name="exact")
+def test_too_many_filtered_groups_name_the_filters_the_share_and_the_reward_function():
+    filters = FilterConfig(dynamic=True, mean_lower=0.0, max_filtered_fraction=0.9)
+    check_filtered_fraction(filters, num_filtered=180, num_kept=0, batch_groups=20, reward_name="exact")
+    names = r"by filters\.dynamic true and filters\.mean_lower 0\.0"
+    match = rf"181 groups of 183, {names}, .*max_filtered_fraction = 0\.9 .* 20 .*: reward exact"
+    with pytest.raises(BudgetError, match=match):
+        check_filtered_fraction(filters, num_filtered=181, num_kept=2, batch_groups=20, reward_name="exact")
 
 
 def test_too_many_failures_stop_the_run():

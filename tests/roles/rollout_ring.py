@@ -199,9 +199,10 @@ def play(
     filters=NO_FILTERS,
     max_new_tokens=1000,
     long_poll_s=5.0,
+    within_s=None,
     **rollout,
 ) -> Played:
-    """Trains `steps` batches, or to the end of the data. Raises what a role raises."""
+    """Trains `steps` batches, or to the end of the data. Raises what a role raises, TimeoutError after `within_s`."""
     network = NetworkSection(long_poll_s=long_poll_s, call_deadline_s=60, startup_deadline_s=60)
     section = RolloutSection(group_size=group_size, alpha=alpha, concurrency=concurrency, **rollout)
     played = Played()
@@ -272,7 +273,8 @@ def play(
             run_gang(gang_end.client("buffer-0"), gang_end.client("proxy-0"), steps, train_s, played)
         )
         try:
-            await asyncio.wait({gang, *running}, return_when=asyncio.FIRST_EXCEPTION)
+            async with asyncio.timeout(within_s):
+                await asyncio.wait({gang, *running}, return_when=asyncio.FIRST_EXCEPTION)
             for task in (gang, *running):
                 if task.done():
                     task.result()

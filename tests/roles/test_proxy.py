@@ -9,7 +9,7 @@ import pytest
 
 from flashflow.clock import LoopClock
 from flashflow.config.sections import NetworkSection, RolloutSection
-from flashflow.errors import BudgetError, DeadlineError, PeerLost
+from flashflow.errors import BudgetError, ContractError, DeadlineError, PeerLost, RemoteError
 from flashflow.messages import (
     Abort,
     Ack,
@@ -277,8 +277,8 @@ def test_a_full_engine_gets_no_more_than_its_room():
         engine = FakeEngine(slots=8)
         proxy = await proxy_of(engine)
         callers = [Caller(proxy, generate(f"r{n}")) for n in range(20)]
-        await engine.has(16)
-        assert len(engine.requests) == 16
+        await engine.has(10)
+        assert len(engine.requests) == 10
         engine.release.set()
         assert [await caller.tokens() for caller in callers] == [[9]] * 20
 
@@ -319,19 +319,19 @@ def test_a_block_begins_together_on_one_engine_once_it_is_whole():
 
 def test_nobody_overtakes_a_block_that_waits_for_room_for_all_of_it():
     async def scenario() -> None:
-        engine = FakeEngine(slots=8)  # room for 16
+        engine = FakeEngine(slots=8)
         proxy = await proxy_of(engine)
-        running = [Caller(proxy, generate(f"r{n}")) for n in range(15)]
-        await engine.has(15)
+        running = [Caller(proxy, generate(f"r{n}")) for n in range(7)]
+        await engine.has(7)
         block = [Caller(proxy, member(f"m{n}", block=2)) for n in range(2)]
         await asyncio.sleep(0)
         later = Caller(proxy, generate("later"))
         await asyncio.sleep(0)
-        assert len(engine.requests) == 15
+        assert len(engine.requests) == 7
         engine.release.set()
         for caller in [*running, *block, later]:
             await caller.task
-        assert [r.request for r in engine.requests[15:]] == ["m0", "m1", "later"]
+        assert [r.request for r in engine.requests[7:]] == ["m0", "m1", "later"]
 
     run(scenario)
 
@@ -371,5 +371,60 @@ def test_a_member_that_is_aborted_while_its_block_gathers_leaves_the_others_toge
         assert (await gone.task).finish_reason == "aborted"
         callers = [Caller(proxy, member(f"m{n}", block=2)) for n in (1, 2)]
         assert [await caller.tokens() for caller in callers] == [[9], [9]]
+
+    run(scenario)
+
+
+def test_an_engine_that_an_update_made_refuse_a_pinned_request_stays_in_service():
+    async def scenario() -> None:
+        class Updated(FakeEngine):
+            async def stream(self, message, reply, *, idle_deadline_s):
+                self.requests.append(message)
+                if message.pin_version is not None:
+                    await proxy.handle(weights(1), ENV, lambda _: asyncio.sleep(0))
+                    raise RemoteError("NotServing", "pinned to version 0, but 1 is served")
+                yield part(9, finish="stop")
+
+        engine = Updated()
+        proxy = await proxy_of(engine)
+        assert (await Caller(proxy, generate("eval", pin=0)).task).finish_reason == "aborted"
+        assert "serves version 1" in proxy.describe()
+        assert not proxy._revivals
+        assert await Caller(proxy, generate("r", min_version=1)).tokens() == [9]
+
+    run(scenario)
+
+
+def test_an_engine_that_cannot_be_told_to_abort_or_suspend_is_out_of_service_and_nobody_else_suffers():
+    async def scenario() -> None:
+        class Deaf(FakeEngine):
+            async def call(self, message, reply, *, deadline_s):
+                if isinstance(message, Abort | Suspend):
+                    raise DeadlineError("engine: no answer")
+                return await super().call(message, reply, deadline_s=deadline_s)
+
+        deaf = Deaf()
+        proxy = await proxy_of(deaf, FakeEngine())
+        caller = Caller(proxy, generate("r"))
+        await deaf.has(1)
+        assert await proxy.handle(Abort(requests=["r"]), ENV, lambda _: asyncio.sleep(0)) == Ack()
+        assert proxy._revivals
+        caller.task.cancel()
+        assert await proxy.handle(Suspend(), ENV, lambda _: asyncio.sleep(0)) == Ack()
+        await proxy.close()
+
+    run(scenario)
+
+
+def test_a_request_that_is_being_answered_cannot_be_asked_again():
+    async def scenario() -> None:
+        engine = FakeEngine()
+        proxy = await proxy_of(engine)
+        first = Caller(proxy, generate("r"))
+        await engine.has(1)
+        with pytest.raises(ContractError, match="request r is already being answered"):
+            await Caller(proxy, generate("r")).task
+        engine.release.set()
+        assert await first.tokens() == [9]
 
     run(scenario)

@@ -73,7 +73,7 @@ def test_naively_crashes_and_filtered_groups_are_made_up_for(tmp_path):
 
 
 def test_without_prompt_replication_a_group_stays_on_one_engine_and_takes_longer(tmp_path):
-    options = {"steps": 4, "alpha": 0.0, "groups": 8, "group_size": 8, "num_engines": 4, "slots": 16, "concurrency": 64}
+    options = {"steps": 4, "alpha": 0.0, "groups": 8, "group_size": 8, "num_engines": 4, "slots": 8, "concurrency": 64}
     together = play(tmp_path / "t", replicate_prompts=False, length_of=lengths(2), **options)
     apart = play(tmp_path / "a", length_of=lengths(2), **options)
     assert sum(len(engine.groups) for engine in together.engines) == together.ledger.next_group
