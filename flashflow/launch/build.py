@@ -14,6 +14,7 @@ from flashflow.clock import Clock
 from flashflow.config.sections import Config, TorchEngineSection
 from flashflow.config.simulated import SimulatedEngineSection, SimulatedTrainerSection
 from flashflow.journal import OpenJournal, open_journal
+from flashflow.launch.startup import Reach
 from flashflow.records import Task
 from flashflow.transport.channel import Transport
 
@@ -111,7 +112,14 @@ def episodes(config: Config, index: int, clock: Clock, spans: "Spans | None") ->
     )
 
 
-def env(config: Config, index: int, transport: Transport, clock: Clock, spans: "Spans | None" = None) -> "EnvRole":
+def env(
+    config: Config,
+    index: int,
+    transport: Transport,
+    clock: Clock,
+    reach: Reach = lambda milestone: None,
+    spans: "Spans | None" = None,
+) -> "EnvRole":
     from flashflow.roles.env import EnvRole
 
     return EnvRole(
@@ -127,6 +135,7 @@ def env(config: Config, index: int, transport: Transport, clock: Clock, spans: "
         proxy=transport.client("proxy-0"),
         rewards=[transport.client(name) for name in names("reward", config.placement.reward)],
         clock=clock,
+        on_lease=lambda: reach("first_lease"),
         episodes=episodes(config, index, clock, spans),
     )
 
@@ -149,8 +158,9 @@ def reward(config: Config, *, workers: bool) -> "RewardRole":
 
 
 def engine(
-    config: Config, index: int, clock: Clock, executor: Executor | None, spans: "Spans | None" = None
-) -> "EngineRole | SimulatedEngine":
+    config: Config, index: int, clock: Clock, executor: Executor | None, reach: Reach = lambda milestone: None,
+    spans: "Spans | None" = None,
+) -> "EngineRole | SimulatedEngine":  # fmt: skip
     """spans: hears of a simulated engine's requests."""
     if isinstance(config.engine, SimulatedEngineSection):
         return _simulated_engine(config, config.engine, index, clock, spans)
@@ -169,6 +179,7 @@ def engine(
         network=config.network,
         clock=clock,
         executor=executor,
+        on_tokens=lambda: reach("first_token"),
     )
 
 

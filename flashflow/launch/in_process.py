@@ -128,7 +128,7 @@ async def play(
             closers.append(reward.close)
             await serve("reward", index, reward)
         for index in range(config.placement.engine):
-            engine = build.engine(config, index, clock, None, around.spans)
+            engine = build.engine(config, index, clock, None, spans=around.spans)
             await serve("engine", index, engine)
             spawn(engine.run())
         proxy = build.proxy(config, transport("proxy", 0), clock)
@@ -137,7 +137,7 @@ async def play(
         await serve("proxy", 0, proxy)
         spawn(proxy.failed)
         for index in range(config.placement.env):
-            spawn(build.env(config, index, transport("env", index), clock, around.spans).run())
+            spawn(build.env(config, index, transport("env", index), clock, spans=around.spans).run())
         trainer = around.make_trainer(config, transport("trainer", 0), clock)
         closers.append(trainer.close)
         link = transport("controller", 0)

@@ -117,9 +117,10 @@ class EnvRole:
         proxy: Client,
         rewards: Sequence[Client],
         clock: Clock,
+        on_lease: Callable[[], None] = lambda: None,
         episodes: Episodes | None = None,
     ) -> None:
-        """episodes: how attempts go on; None: with one answer to the prompt."""
+        """on_lease: called at every lease. episodes: how attempts go on; None: with one answer to the prompt."""
         self._name = name
         self._seed = seed
         self._codec = codec
@@ -132,6 +133,7 @@ class EnvRole:
         self._proxy = proxy
         self._rewards = rewards
         self._clock = clock
+        self._on_lease = on_lease
         self._episodes = episodes if episodes is not None else self._one_answer
         self._attempts: dict[tuple[Purpose, SampleId, int], Attempt] = {}
         self._scored = 0
@@ -158,6 +160,7 @@ class EnvRole:
                 case NoLease(finished=True):
                     return
                 case Lease():
+                    self._on_lease()
                     await self._attempt(answer)
 
     async def _revoke_leases(self, aborts: asyncio.TaskGroup) -> None:
