@@ -88,6 +88,8 @@ class Surroundings:
     make_trainer: Callable[[Config, InProcessTransport, Clock], LocalTrainer] = make_trainer
     spans: Spans | None = None
     """Hears of the time of simulated parts."""
+    on_end: Callable[[], None] = lambda: None
+    """Called when the run has ended, before what still goes on is cancelled, in no order to speak of."""
 
 
 async def play(
@@ -126,7 +128,7 @@ async def play(
             closers.append(reward.close)
             await serve("reward", index, reward)
         for index in range(config.placement.engine):
-            engine = build.engine(config, index, clock, None, around.spans)
+            engine = build.engine(config, index, clock, None, spans=around.spans)
             await serve("engine", index, engine)
             spawn(engine.run())
         proxy = build.proxy(config, transport("proxy", 0), clock)
@@ -135,7 +137,7 @@ async def play(
         await serve("proxy", 0, proxy)
         spawn(proxy.failed)
         for index in range(config.placement.env):
-            spawn(build.env(config, index, transport("env", index), clock, around.spans).run())
+            spawn(build.env(config, index, transport("env", index), clock, spans=around.spans).run())
         trainer = around.make_trainer(config, transport("trainer", 0), clock)
         closers.append(trainer.close)
         link = transport("controller", 0)
@@ -143,6 +145,7 @@ async def play(
         on_stoppable(controller.stop)
         return await _first_of(controller.run(), background)
     finally:
+        around.on_end()
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)

@@ -36,15 +36,20 @@ class Recorder:
     def __init__(self, max_spans: int) -> None:
         self._max_spans = max_spans
         self.spans: list[Span] = []
-        self.num_spans = 0
+        self._closed = False
         self._busy: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
         """Role -> start, end, start, end, ..."""
 
     def add(self, role: str, lane: int, name: str, start: float, end: float) -> None:
-        self.num_spans += 1
+        if self._closed:
+            return
         if len(self.spans) < self._max_spans:
             self.spans.append(Span(role, lane, name, start, end))
         self._busy[role].extend((start, end))
+
+    def close(self) -> None:
+        """What ends from now on was cut off."""
+        self._closed = True
 
     def lane_seconds(self, kind: str, since: float = 0.0) -> float:
         """Busy seconds from `since` on of all lanes of the roles `kind`-0, `kind`-1, ... together."""

@@ -24,7 +24,8 @@ class Pending:
         self.answered = False
         """The final reply, or a failure, has come."""
         self._items: deque[Message | FlashflowError] = deque()
-        self._taker: asyncio.Future[None] | None = None
+        self._news: asyncio.Future[None] | None = None
+        """What the one taker waits for."""
 
     def put(self, item: Message | FlashflowError, *, final: bool) -> None:
         if not self.answered:
@@ -35,14 +36,21 @@ class Pending:
         """What waits for it waits no longer; it stays unanswered."""
         self._add(error)
 
-    async def take(self) -> tuple[Message, bool]:
-        """The next reply and whether it is the last. Raises what the call failed with. One may wait at a time."""
+    async def take(self, within_s: float | None = None) -> tuple[Message, bool]:
+        """The next reply and whether it is the last; one taker at a time.
+
+        Raises what the call failed with, and TimeoutError.
+        """
         if not self._items:
-            self._taker = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            self._news = loop.create_future()
+            timer = None if within_s is None else loop.call_later(within_s, _expire, self._news)
             try:
-                await self._taker
+                await self._news
             finally:
-                self._taker = None
+                self._news = None
+                if timer is not None:
+                    timer.cancel()
         item = self._items.popleft()
         if isinstance(item, FlashflowError):
             raise item
@@ -50,8 +58,13 @@ class Pending:
 
     def _add(self, item: Message | FlashflowError) -> None:
         self._items.append(item)
-        if self._taker is not None and not self._taker.done():
-            self._taker.set_result(None)
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+
+def _expire(news: asyncio.Future[None]) -> None:
+    if not news.done():
+        news.set_exception(TimeoutError())
 
 
 class Credits:
