@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flashflow.algorithms.presets import resolve
 from flashflow.algorithms.settings import NO_SHAPING, AdvantageConfig, LossConfig, ShapingConfig
 from flashflow.algorithms.surrogates import own_loss
-from flashflow.config.sections import CriticSection, OptimizerSection, TrainerSection
+from flashflow.config.sections import CriticSection, FsdpTrainerSection, OptimizerSection
 from flashflow.errors import ConfigError, WeightsError
 from flashflow.records import Float32Array, Manifest, SharedWeights, Trajectory
 from flashflow.trainers import checkpoint, sharding
@@ -59,7 +59,7 @@ class FsdpTrainer:
         epochs: int = 1,
         critic: CriticSection | None = None,
         shaping: ShapingConfig = NO_SHAPING,
-        section: TrainerSection | None = None,
+        section: FsdpTrainerSection | None = None,
     ) -> None:
         """model: a transformers causal LM on its device, taken over and sharded. num_steps: for the decay of the rate.
         dtype: of the computation and of the staged weights; parameters and optimizer are float32 always.
@@ -75,7 +75,7 @@ class FsdpTrainer:
         self.step = 0
         loss = loss.for_responses(max_response_tokens)
         self._micro_batch_tokens = micro_batch_tokens
-        self._section = section if section is not None else TrainerSection()
+        self._section = section if section is not None else FsdpTrainerSection()
         self._device = next(model.parameters()).device
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._owns_group = sharding.start_alone(self._device)
@@ -137,7 +137,7 @@ class FsdpTrainer:
             epochs=config.batch.epochs,
             critic=config.critic,
             shaping=config.shaping,
-            section=config.trainer,
+            section=config.trainer if isinstance(config.trainer, FsdpTrainerSection) else None,
         )
 
     def rows_of(self, manifest: Manifest) -> Sequence[int]:

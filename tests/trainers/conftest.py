@@ -10,7 +10,7 @@ import torch.distributed as dist
 from trainer_cases import make_model
 
 from flashflow.algorithms.presets import resolve
-from flashflow.config.sections import CriticSection, OptimizerSection, TrainerSection
+from flashflow.config.sections import CriticSection, FsdpTrainerSection, OptimizerSection
 from flashflow.trainers.fsdp import FsdpTrainer
 from flashflow.trainers.sharding import start_alone
 
@@ -32,7 +32,7 @@ def make_trainer() -> Iterator[Callable[..., FsdpTrainer]]:
         *, model: Any = None, preset: str = "grpo", alpha: float = 1.0, micro_batch_tokens: int = 4096,
         temperature: float = 1.0, dtype: str = "float32", optimizer: OptimizerSection | None = None,
         optimizer_steps: int = 1, epochs: int = 1, critic: CriticSection | None = None,
-        section: TrainerSection | None = None, **overrides: object,
+        section: FsdpTrainerSection | None = None, **overrides: object,
     ) -> FsdpTrainer:  # fmt: skip
         advantage, loss = resolve(preset, overrides, alpha=alpha)
         trainer = FsdpTrainer(

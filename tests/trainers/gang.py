@@ -22,9 +22,9 @@ from flashflow.algorithms.presets import resolve
 from flashflow.config.sections import (
     CheckpointSection,
     CriticSection,
+    FsdpTrainerSection,
     NetworkSection,
     OptimizerSection,
-    TrainerSection,
 )
 from flashflow.messages import FetchRows, Message, Rows
 from flashflow.records import SampleId, Trajectory
@@ -124,7 +124,7 @@ def communication(folder: Path) -> dict[str, Any]:
     found = {}
     for dtype in ("float32", "bfloat16"):
         for whole in (True, False):
-            with trainer_of(dtype=dtype, section=TrainerSection(whole_during_step=whole)) as trainer:
+            with trainer_of(dtype=dtype, section=FsdpTrainerSection(whole_during_step=whole)) as trainer:
                 with Collectives() as calls:
                     metrics = train(trainer, 1).metrics
                 found[dtype, whole] = {

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainer_cases import VOCABULARY, make_batch, make_model, weights_of
 
-from flashflow.config.sections import CriticSection, TrainerSection
+from flashflow.config.sections import CriticSection, FsdpTrainerSection
 from flashflow.trainers.backbone import recompute
 from flashflow.trainers.fsdp import FsdpTrainer
 from flashflow.trainers.logprobs import TokenScorer
@@ -64,7 +64,7 @@ def test_training_with_recomputed_layers_changes_no_bit(make_trainer: MakeTraine
         "kl_coefficient": 0.1,
     }
     plain = make_trainer(**options)
-    recomputing = make_trainer(section=TrainerSection(activation_checkpointing=True), **options)
+    recomputing = make_trainer(section=FsdpTrainerSection(activation_checkpointing=True), **options)
     for step in (1, 2):
         assert plain.train(*make_batch(step)) == recomputing.train(*make_batch(step))
     assert_same_bits(weights_of(recomputing), weights_of(plain))
