@@ -135,7 +135,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         measured = measure(ring_config(Path(folder), **shape), arguments.seconds)
     result = {
-        "command": " ".join(["python -m benchmarks.ring", *sys.argv[1:]]),
+        "command": f"python -m benchmarks.ring --seconds {arguments.seconds:g}",
         "commit": commit(),
         "machine": machine(),
         "tokens": PROMPT_TOKENS + ANSWER_TOKENS,
