@@ -8,6 +8,7 @@ steadily, and appends them as one JSON object, with command, commit and machine,
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,12 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.record import ROOT, commit, machine
+from benchmarks.record import ROOT, commit, cpu_seconds, family, machine
 from flashflow.observe.metrics import read_metrics
 from flashflow.topology import FLEET, GANG
 
@@ -75,10 +75,10 @@ def measure(config: dict[str, Any], seconds: float) -> dict[str, Any]:
     metrics = Path(config["run"]["folder"]) / "ring" / "metrics.jsonl"
     with under_way(config) as run:
         first = _next_step(run, metrics, WARM_STEPS)
-        began, cpu_before = time.monotonic(), cpu_seconds(run.pid)
+        began, cpu_before = time.monotonic(), cpu_by_role(run.pid)
         time.sleep(seconds)
         last = _next_step(run, metrics, first + 1)
-        took, cpu_after = time.monotonic() - began, cpu_seconds(run.pid)
+        took, cpu_after = time.monotonic() - began, cpu_by_role(run.pid)
     trajectories = sum(line["samples"] for line in read_metrics(metrics) if first < line["step"] <= last)
     spent = {name: cpu_after[name] - cpu_before[name] for name in cpu_after if name in cpu_before}
     return {
@@ -103,19 +103,15 @@ def _next_step(run: "subprocess.Popen[bytes]", metrics: Path, at_least: int) -> 
     raise RuntimeError(f"no step {at_least} after {DEADLINE_S:.0f} s; the run says {run.poll()}")
 
 
-def cpu_seconds(supervisor: int) -> dict[str, float]:
-    """User and system time so far, by role; reward workers count as their role."""
-    spent = {"supervisor": _cpu(psutil.Process(supervisor))}
-    for process in psutil.Process(supervisor).children(recursive=True):
+def cpu_by_role(supervisor: int) -> dict[str, float]:
+    """CPU seconds so far; reward workers count as their role."""
+    first, *others = family(supervisor)
+    spent = {"supervisor": cpu_seconds(first)}
+    for process in others:
         role = process.name().rpartition("-")[0]
         if role in FLEET + GANG:
-            spent[role] = spent.get(role, 0.0) + _cpu(process)
+            spent[role] = spent.get(role, 0.0) + cpu_seconds(process)
     return spent
-
-
-def _cpu(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 def show(result: dict[str, Any]) -> None:
@@ -139,11 +135,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         measured = measure(ring_config(Path(folder), **shape), arguments.seconds)
     result = {
-        "command": " ".join(["python -m benchmarks.ring", *sys.argv[1:]]),
+        "command": f"python -m benchmarks.ring --seconds {arguments.seconds:g}",
         "commit": commit(),
         "machine": machine(),
         "tokens": PROMPT_TOKENS + ANSWER_TOKENS,
         **shape,
+        "load": os.getloadavg()[0],
         **measured,
     }
     with arguments.output.open("a") as output:
