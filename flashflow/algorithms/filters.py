@@ -75,9 +75,9 @@ def check_filtered_fraction(
     if too_many(num_lost=num_filtered, num_kept=num_kept, batch_groups=batch_groups, max_fraction=fraction):
         raise BudgetError(
             f"since the last batch the filters dropped {num_filtered} groups of {num_filtered + num_kept}, by "
-            f"{' and '.join(config.names)}, more than filters.max_filtered_fraction = {fraction} of them and "
-            f"of a batch of {batch_groups} (or {FEWEST_KEPT}) to come: reward {reward_name} tells too few attempts apart; make the tasks fit the "
-            "model, or raise the fraction"
+            f"{' and '.join(config.names)}, more than filters.max_filtered_fraction = {fraction} of them and of a "
+            f"batch of {batch_groups} (or {FEWEST_KEPT}) to come: reward {reward_name} tells too few attempts apart; "
+            "make the tasks fit the model, or raise the fraction"
         )
 
 
