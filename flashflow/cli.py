@@ -82,6 +82,26 @@ def simulate(
 
 
 @app.command()
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    *,
+    trace: Annotated[Path, typer.Option("--trace", metavar="RUN_FOLDER", help="A run of this config.")],
+    devices: Annotated[int, typer.Option("--devices", help="To be split.")],
+) -> None:
+    """Find the best split between trainer and engines, alpha and concurrency, on the simulator, from a run's trace."""
+    from rich.console import Console
+
+    from flashflow.config import load_config
+    from flashflow.simulate.planner import calibrate
+    from flashflow.simulate.planner import plan as search
+    from flashflow.simulate.table import print_plan
+
+    loaded = load_config(config, overrides or [])
+    print_plan(search(loaded, calibrate(trace, loaded), devices), Console())
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="CONFIG|RUN_FOLDER", help="Whose checkpoint.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", metavar="DIR", help="A new folder.", show_default=False)],

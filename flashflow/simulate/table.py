@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flashflow.simulate.figures import Figures
+from flashflow.simulate.planner import PAYS, Candidate, Plan
 
 
 def print_figures(found: Figures, console: Console) -> None:
@@ -11,6 +12,35 @@ def print_figures(found: Figures, console: Console) -> None:
     for row in rows(found):
         table.add_row(*row)
     console.print(table)
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    names = ("setting", "train", "engines", "alpha", "concurrency", "samples/s", "step s")
+    table = Table(*names, title="simulated", title_justify="left")
+    chosen = {"today": plan.today, "best synchronous": plan.best_synchronous, "best": plan.best}
+    for name, candidate in chosen.items():
+        table.add_row(name, *_setting(candidate))
+    console.print(table)
+    console.print(f"the best is {plan.speedup:.2f} times as fast as today's")
+    gain = plan.best.samples_per_s / plan.best_synchronous.samples_per_s
+    if plan.asynchrony_pays:
+        console.print(f"asynchrony pays: {gain:.2f} times the best synchronous setting")
+    else:
+        console.print(
+            f"asynchrony will not pay: {gain:.2f} times the best synchronous setting, less than {PAYS:g}; "
+            "keep rollout.alpha 0"
+        )
+
+
+def _setting(candidate: Candidate) -> tuple[str, ...]:
+    return (
+        f"{candidate.train_devices}",
+        f"{candidate.engines}",
+        f"{candidate.alpha:g}",
+        f"{candidate.concurrency}",
+        f"{candidate.samples_per_s:,.2f}",
+        f"{candidate.step_s:,.2f}",
+    )
 
 
 def rows(found: Figures) -> list[tuple[str, str, str]]:
