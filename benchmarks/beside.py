@@ -2,7 +2,8 @@
 
     python -m benchmarks.beside engine|trainer --seconds 8
 
-is one of the processes: it says `ready`, waits for a line, works for the time given and prints tokens per second.
+is one of the processes: it says `ready`, waits for a line, works for the time given and prints tokens per second, of
+wall time and of its own CPU time.
 `measure` starts them.
 """
 
@@ -10,13 +11,12 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.generation import PROMPT_TOKENS, EngineContestant, make_model, make_requests
+from benchmarks.generation import PROMPT_TOKENS, EngineContestant, Stopwatch, make_model, make_requests
 from benchmarks.record import ROOT
 
 SIZE = "8.9M"
@@ -41,8 +41,8 @@ LAYOUTS = (
 )
 
 
-def measure(layout: Layout, cores: tuple[int, int], seconds: float) -> dict[str, float]:
-    """Tokens per second by role."""
+def measure(layout: Layout, cores: tuple[int, int], seconds: float) -> dict[str, list[float]]:
+    """Tokens per second by role, of wall time and of CPU time."""
     processes = {
         role: _start(role, layout, [core] if layout.pinned else list(cores), seconds)
         for role, core in zip(("engine", "trainer"), cores, strict=True)
@@ -56,7 +56,7 @@ def measure(layout: Layout, cores: tuple[int, int], seconds: float) -> dict[str,
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    return {role: float(process.communicate()[0]) for role, process in processes.items()}
+    return {role: list(map(float, process.communicate()[0].split())) for role, process in processes.items()}
 
 
 def _start(role: str, layout: Layout, cores: list[int], seconds: float) -> "subprocess.Popen[str]":
@@ -70,20 +70,20 @@ def _start(role: str, layout: Layout, cores: list[int], seconds: float) -> "subp
     )
 
 
-def decode(seconds: float) -> float:
+def decode(seconds: float) -> tuple[float, float]:
     """Tokens per second of an engine that is never short of requests."""
     contestant = EngineContestant(make_model(SIZE, Path()), ROWS, PROMPT_TOKENS + NEW_TOKENS)
     requests = make_requests([NEW_TOKENS] * ROWS, 4096)
-    contestant.seconds(requests[:8])
+    contestant.answer(requests[:8])
     _wait_for_the_start()
-    started, tokens = time.perf_counter(), 0
-    while time.perf_counter() - started < seconds:
-        contestant.seconds(requests)
+    watch, tokens = Stopwatch(), 0
+    while watch.read().wall < seconds:
+        contestant.answer(requests)
         tokens += ROWS * NEW_TOKENS
-    return tokens / (time.perf_counter() - started)
+    return _rates(tokens, watch)
 
 
-def train(seconds: float) -> float:
+def train(seconds: float) -> tuple[float, float]:
     """Tokens per second of plain training steps on sequences of the engine's length."""
     model = make_model(SIZE, Path()).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
@@ -96,11 +96,16 @@ def train(seconds: float) -> float:
 
     step()
     _wait_for_the_start()
-    started, tokens = time.perf_counter(), 0
-    while time.perf_counter() - started < seconds:
+    watch, tokens = Stopwatch(), 0
+    while watch.read().wall < seconds:
         step()
         tokens += rows.numel()
-    return tokens / (time.perf_counter() - started)
+    return _rates(tokens, watch)
+
+
+def _rates(tokens: int, watch: Stopwatch) -> tuple[float, float]:
+    spent = watch.read()
+    return round(tokens / spent.wall, 1), round(tokens / spent.cpu, 1)
 
 
 def _wait_for_the_start() -> None:
@@ -117,7 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.sched_setaffinity(0, arguments.cores)
     torch.set_num_threads(arguments.threads)
-    print({"engine": decode, "trainer": train}[arguments.role](arguments.seconds))
+    print(*{"engine": decode, "trainer": train}[arguments.role](arguments.seconds))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """The embedded engine against `generate` of transformers, and beside a trainer.
 
-    python -m benchmarks.engine                          everything, about six minutes
+    python -m benchmarks.engine                          everything, about eight minutes
     python -m benchmarks.engine --only tailed --sizes 0.92M
 
-One thread on one core, float32. Contestants take turns, `--repeats` times; a figure is the median of its repeats.
-Prints three tables and appends one JSON object per row, with command, commit and machine, to results/engine.jsonl.
+One thread on one core, float32. Contestants take turns, `--repeats` times; a figure is the median of its repeats. The
+ratios are of tokens per second of the thread's CPU time, which do not see what else runs on the machine.
+Prints a table for each case and appends it as a JSON object, with command, commit and machine, to results/engine.jsonl.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from benchmarks.generation import (
     SMOLLM2,
     EngineContestant,
     Request,
+    Spent,
     TransformersContestant,
     heavy_tailed,
     make_model,
@@ -44,12 +46,13 @@ TAILED = {"0.92M": 192, "8.9M": 192}
 """Size -> requests."""
 SLOTS, MEDIAN, LONGEST = 32, 24, 480
 
-DYNAMIC, STATIC, ENGINE = "generate, dynamic cache", "generate, static cache", "engine"
+DYNAMIC, STATIC = "generate, dynamic cache", "generate, static cache"
+ENGINE, UNTRACED = "engine", "engine, without traces"
 ORDERED = "generate, sorted by true length"
 
 
 class Contestant(Protocol):
-    def seconds(self, requests: list[Request]) -> float: ...
+    def answer(self, requests: list[Request]) -> Spent: ...
 
 
 def equal_lengths(size: str, repeats: int, cache: Path) -> dict[str, Any]:
@@ -60,10 +63,11 @@ def equal_lengths(size: str, repeats: int, cache: Path) -> dict[str, Any]:
         DYNAMIC: TransformersContestant(model, rows, None),
         STATIC: TransformersContestant(model, rows, "static"),
         ENGINE: EngineContestant(model, rows, PROMPT_TOKENS + new_tokens),
+        UNTRACED: EngineContestant(model, rows, PROMPT_TOKENS + new_tokens, traced=False),
     }
     requests = dict.fromkeys(contestants, make_requests([new_tokens] * rows, model.config.vocab_size))
     rates = take_turns(contestants, requests, repeats)
-    return {"case": "equal", "size": size, "rows": rows, "new_tokens": new_tokens, "tokens_per_s": rates}
+    return {"case": "equal", "size": size, "rows": rows, "new_tokens": new_tokens, **rates}
 
 
 def tailed_lengths(size: str, repeats: int, cache: Path) -> dict[str, Any]:
@@ -75,25 +79,28 @@ def tailed_lengths(size: str, repeats: int, cache: Path) -> dict[str, Any]:
     contestants = {DYNAMIC: waiting, ORDERED: waiting, ENGINE: EngineContestant(model, SLOTS, PROMPT_TOKENS + LONGEST)}
     ordered = sorted(requests, key=lambda request: request.new_tokens)
     rates = take_turns(contestants, {DYNAMIC: requests, ORDERED: ordered, ENGINE: requests}, repeats)
-    return {"case": "tailed", "size": size, "rows": SLOTS, "lengths": lengths, "tokens_per_s": rates}
+    return {"case": "tailed", "size": size, "rows": SLOTS, "lengths": lengths, **rates}
 
 
 def take_turns(
     contestants: Mapping[str, Contestant], requests: Mapping[str, list[Request]], repeats: int
-) -> dict[str, list[float]]:
+) -> dict[str, dict[str, list[float]]]:
     """Tokens per second of each repeat, so that what else the machine does falls on all alike."""
     for name, contestant in contestants.items():
-        contestant.seconds([request._replace(new_tokens=4) for request in requests[name][:32]])
-    rates: dict[str, list[float]] = {name: [] for name in contestants}
+        contestant.answer([request._replace(new_tokens=min(70, request.new_tokens)) for request in requests[name][:32]])
+    spent: dict[str, list[Spent]] = {name: [] for name in contestants}
     for _ in range(repeats):
         for name, contestant in contestants.items():
-            tokens = sum(request.new_tokens for request in requests[name])
-            rates[name].append(round(tokens / contestant.seconds(requests[name]), 1))
-    return rates
+            spent[name].append(contestant.answer(requests[name]))
+    tokens = {name: sum(request.new_tokens for request in requests[name]) for name in contestants}
+    return {
+        "tokens_per_s": {name: [round(tokens[name] / one.wall, 1) for one in spent[name]] for name in spent},
+        "tokens_per_cpu_s": {name: [round(tokens[name] / one.cpu, 1) for one in spent[name]] for name in spent},
+    }
 
 
 def beside_a_trainer(cores: list[int], seconds: float) -> dict[str, Any]:
-    """Tokens per second of the processes, by layout."""
+    """Tokens per second of the processes, of wall time and of CPU time, by layout."""
     rates = {layout.name: beside.measure(layout, (cores[0], cores[1]), seconds) for layout in beside.LAYOUTS}
     return {"case": "beside", "size": beside.SIZE, "seconds": seconds, "tokens_per_s": rates}
 
@@ -117,29 +124,20 @@ def results(only: list[str], sizes: list[str] | None, repeats: int, cache: Path)
                 Console().print(f"[bold red]SKIPPED {case} {size}: {error}[/]")
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        if row["case"] == "beside":
-            table = Table("layout", "engine tokens/s", "trainer tokens/s", title=f"{row['size']}, two processes")
-            for name, rates in row["tokens_per_s"].items():
-                table.add_row(name, *(f"{rates[role]:,.0f}" if role in rates else "" for role in ("engine", "trainer")))
-        else:
-            baseline = max(
-                statistics.median(row["tokens_per_s"][name])
-                for name in (DYNAMIC, STATIC)
-                if name in row["tokens_per_s"]
-            )
-            table = Table(
-                "contestant",
-                "tokens/s",
-                "best",
-                f"times {DYNAMIC.split(',')[0]}",
-                title=f"{row['size']}, {row['case']} lengths",
-            )
-            for name, rates in row["tokens_per_s"].items():
-                median = statistics.median(rates)
-                table.add_row(name, f"{median:,.0f}", f"{max(rates):,.0f}", f"{median / baseline:.2f}")
-        Console().print(table)
+def show(row: dict[str, Any]) -> None:
+    if row["case"] == "beside":
+        table = Table("layout", "engine tokens/s", "trainer tokens/s", title=f"{row['size']}, two processes")
+        for name, rates in row["tokens_per_s"].items():
+            table.add_row(name, *(f"{rates[role][0]:,.0f}" if role in rates else "" for role in ("engine", "trainer")))
+    else:
+        rates = {name: statistics.median(values) for name, values in row["tokens_per_cpu_s"].items()}
+        baseline = max(rate for name, rate in rates.items() if name in (DYNAMIC, STATIC))
+        title = f"{row['size']}, {row['case']} lengths, {row['rows']} at once"
+        table = Table("contestant", "tokens/s", "tokens/CPU-s", "best", "times generate", title=title)
+        for name, rate in rates.items():
+            wall, best = statistics.median(row["tokens_per_s"][name]), max(row["tokens_per_cpu_s"][name])
+            table.add_row(name, f"{wall:,.0f}", f"{rate:,.0f}", f"{best:,.0f}", f"{rate / baseline:.2f}")
+    Console().print(table)
 
 
 def main() -> None:
@@ -158,12 +156,10 @@ def main() -> None:
         "machine": machine(),
         "packages": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
-    rows = []
     for row in results(arguments.only, arguments.sizes, arguments.repeats, arguments.cache):
-        rows.append({**made, **row})
         with arguments.output.open("a") as output:
-            output.write(json.dumps(rows[-1]) + "\n")
-    show(rows)
+            output.write(json.dumps({**made, **row}) + "\n")
+        show(row)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,22 @@ SHAPES = {
 }
 
 
+class Spent(NamedTuple):
+    """Seconds of one thread."""
+
+    wall: float
+    cpu: float
+    """Without those in which another process had the core."""
+
+
+class Stopwatch:
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> Spent:
+        return Spent(time.perf_counter() - self._wall, time.process_time() - self._cpu)
+
+
 class Request(NamedTuple):
     prompt: list[int]
     new_tokens: int
@@ -84,21 +100,21 @@ def heavy_tailed(count: int, median: int, longest: int) -> list[int]:
 
 
 class EngineContestant:
-    """Continuous batching; prompts and answers are counted by `generate`'s time as well."""
+    """Continuous batching."""
 
     def __init__(self, model: Any, slots: int, max_context_tokens: int, **options: Any) -> None:
         self.engine = TorchEngine(copy.deepcopy(model), slots=slots, max_context_tokens=max_context_tokens, **options)
         self.engine.load(0, dict(model.named_parameters()))
 
-    def seconds(self, requests: list[Request]) -> float:
-        started = time.perf_counter()
+    def answer(self, requests: list[Request]) -> Spent:
+        watch = Stopwatch()
         for number, request in enumerate(requests):
             self.engine.submit(_generate(number, request))
         sampled = 0
         while self.engine.num_running or self.engine.num_waiting:
             sampled += len(self.engine.step())
         assert sampled == sum(request.new_tokens for request in requests)
-        return time.perf_counter() - started
+        return watch.read()
 
 
 def _generate(number: int, request: Request) -> Generate:
@@ -125,8 +141,8 @@ class TransformersContestant:
         self._options = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
 
     @torch.inference_mode()
-    def seconds(self, requests: list[Request]) -> float:
-        started = time.perf_counter()
+    def answer(self, requests: list[Request]) -> Spent:
+        watch = Stopwatch()
         for first in range(0, len(requests), self._batch):
             batch = requests[first : first + self._batch]
             prompts = torch.tensor([request.prompt for request in batch])
@@ -137,4 +153,4 @@ class TransformersContestant:
                 **self._options,
             )  # fmt: skip
             assert answers.shape == (len(batch), PROMPT_TOKENS + longest)
-        return time.perf_counter() - started
+        return watch.read()
