@@ -46,7 +46,8 @@ TORCH_FREE = (
     "flashflow.environments.single_turn", "flashflow.rewards.pool", "flashflow.roles.env", "flashflow.roles.buffer",
     "flashflow.roles.reward", "flashflow.observe.metrics", "flashflow.observe.progress", "flashflow.launch.run",
     "flashflow.launch.supervise", "flashflow.launch.check", "flashflow.launch.evaluate", "flashflow.launch.export",
-    "flashflow.builtin.smollm2", "flashflow.cli",
+    "flashflow.builtin.smollm2", "flashflow.cli", "flashflow.engines.simulated", "flashflow.trainers.simulated",
+    "flashflow.simulate.episodes", "flashflow.simulate.reward", "flashflow.launch.in_process",
 )  # fmt: skip
 
 

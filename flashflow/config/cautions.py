@@ -26,6 +26,7 @@ from flashflow.config.sections import (
     RolloutSection,
     RunSection,
     SamplingSection,
+    TorchEngineSection,
     filters_dynamically,
 )
 
@@ -166,6 +167,8 @@ def the_interface_is_this_hosts(network: NetworkSection) -> Iterator[str]:
 
 
 def the_cache_may_hold_fewer_than_the_slots(model: ModelSection, engine: EngineSection) -> Iterator[str]:
+    if not isinstance(engine, TorchEngineSection):
+        return
     each, limit = token_bytes(model), engine.kv_cache_bytes
     if each is None or limit is None or limit >= pool_tokens(engine, engine.slots) * each:
         return

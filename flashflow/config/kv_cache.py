@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flashflow.config.sections import EngineSection, ModelSection
+from flashflow.config.sections import ModelSection, TorchEngineSection
 from flashflow.shapes import cache_length
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -23,7 +23,7 @@ def token_bytes(model: ModelSection) -> int | None:
         return None
 
 
-def pool_tokens(engine: EngineSection, slots: int) -> int:
+def pool_tokens(engine: TorchEngineSection, slots: int) -> int:
     """Tokens of a cache in which so many sequences of the longest context run at once; one is scratch."""
     return slots * cache_length(engine.max_context_tokens) + 1
 

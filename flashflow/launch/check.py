@@ -26,7 +26,7 @@ def warnings(config: Config, cores: int) -> list[str]:
     """Of the rules, and of this host: `cores` that the run may use."""
     found = cautions(config)
     wanted = cores_wanted(config)
-    if wanted > cores and config.run.runtime == "processes" and config.model.device != "cuda":
+    if wanted > cores and config.run.runtime == "processes" and config.model.device != "cuda" and not config.simulated:
         placement = config.placement
         found.append(
             f"placement: trainer {placement.trainer} and engine {placement.engine}, of {placement.threads} thread(s) "

@@ -38,11 +38,11 @@ def plan(config: Config, cores: Sequence[int] | None = None) -> list[ProcessPlan
     """Processes of one host in the order in which they start; `cores` defaults to those this process may use.
 
     Nothing is pinned when there are fewer than two cores, when a process could not have distinct cores for its
-    threads, or when the model is placed on CUDA devices, where the cores are idle anyway.
+    threads, or when nothing computes on them: the model is placed on CUDA devices, or simulated.
     """
     usable = sorted(os.sched_getaffinity(0) if cores is None else cores)
     placement = config.placement
-    pins = len(usable) >= max(2, placement.threads) and config.model.device != "cuda"
+    pins = len(usable) >= max(2, placement.threads) and config.model.device != "cuda" and not config.simulated
     affinities = _in_turn(config, usable) if pins else {}
     return [
         _process(role, index, placement.threads if role in PINNED_ROLES else 1, affinities.get((role, index)))
