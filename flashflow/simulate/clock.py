@@ -15,8 +15,6 @@ from flashflow.errors import ContractError
 
 ResultT = TypeVar("ResultT")
 
-RESOLUTION_S = 1e-9
-
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Starts at 0 s."""
@@ -24,6 +22,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._now = 0.0
         super().__init__(_JumpingSelector(self))
+        self._clock_resolution = math.ulp(self._now)
 
     def time(self) -> float:
         return self._now
@@ -42,9 +41,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def jump(self, seconds: float) -> None:
         """Called when nothing can run before `seconds` from now."""
         # At least to the next float: a jump lost in rounding would be asked for again, for ever. For the same reason
-        # asyncio's margin (a timer is due when it is earlier than now + margin) must not be lost at large times.
+        # asyncio's margin (a timer is due when it is earlier than now + margin) is the distance to the next float: with
+        # less it would be lost at large times; with more, who waits for the last bit would be woken for ever, for the
+        # clock would stand still.
         self._now = max(self._now + seconds, math.nextafter(self._now, math.inf))
-        self._clock_resolution = max(RESOLUTION_S, math.ulp(self._now))
+        self._clock_resolution = math.ulp(self._now)
 
     def deadlock(self) -> ContractError:
         waiting = sorted(_described(task) for task in asyncio.all_tasks(self))

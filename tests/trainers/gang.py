@@ -76,6 +76,7 @@ def trainer_of(preset: str = "grpo", *, alpha: float = 0.0, **options: Any) -> I
     )  # fmt: skip
     try:
         yield trainer
+        dist.barrier()  # closing takes away what another rank may still read
     finally:
         trainer.close()
 
