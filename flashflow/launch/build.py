@@ -117,8 +117,8 @@ def env(
     index: int,
     transport: Transport,
     clock: Clock,
-    reach: Reach = lambda milestone: None,
     spans: "Spans | None" = None,
+    reach: Reach = lambda milestone: None,
 ) -> "EnvRole":
     from flashflow.roles.env import EnvRole
 
@@ -158,9 +158,13 @@ def reward(config: Config, *, workers: bool) -> "RewardRole":
 
 
 def engine(
-    config: Config, index: int, clock: Clock, executor: Executor | None, reach: Reach = lambda milestone: None,
+    config: Config,
+    index: int,
+    clock: Clock,
+    executor: Executor | None,
     spans: "Spans | None" = None,
-) -> "EngineRole | SimulatedEngine":  # fmt: skip
+    reach: Reach = lambda milestone: None,
+) -> "EngineRole | SimulatedEngine":
     """spans: hears of a simulated engine's requests."""
     if isinstance(config.engine, SimulatedEngineSection):
         return _simulated_engine(config, config.engine, index, clock, spans)
