@@ -58,12 +58,12 @@ def buffer(config: Config, clock: Clock, open_journal: OpenJournal = open_journa
 
 
 def prompt_codec(config: Config) -> "PromptCodec":
+    if config.simulated:
+        return _simulated_codec()
     from flashflow.data.chat import prompt_text, render_prompt
     from flashflow.roles.env import PromptCodec
     from flashflow.tokenizers import load_tokenizer, stop_ids
 
-    if config.simulated:
-        return _simulated_codec()
     tokenizer = load_tokenizer(config.model.path)
     column, system_prompt = config.data.prompt_column, config.data.system_prompt
 
