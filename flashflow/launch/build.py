@@ -58,12 +58,12 @@ def buffer(config: Config, clock: Clock, open_journal: OpenJournal = open_journa
 
 
 def prompt_codec(config: Config) -> "PromptCodec":
+    if config.simulated:
+        return _simulated_codec()
     from flashflow.data.chat import prompt_text, render_prompt
     from flashflow.roles.env import PromptCodec
     from flashflow.tokenizers import load_tokenizer, stop_ids
 
-    if config.simulated:
-        return _simulated_codec()
     tokenizer = load_tokenizer(config.model.path)
     column, system_prompt = config.data.prompt_column, config.data.system_prompt
 
@@ -117,8 +117,8 @@ def env(
     index: int,
     transport: Transport,
     clock: Clock,
-    reach: Reach = lambda milestone: None,
     spans: "Spans | None" = None,
+    reach: Reach = lambda milestone: None,
 ) -> "EnvRole":
     from flashflow.roles.env import EnvRole
 
@@ -158,9 +158,13 @@ def reward(config: Config, *, workers: bool) -> "RewardRole":
 
 
 def engine(
-    config: Config, index: int, clock: Clock, executor: Executor | None, reach: Reach = lambda milestone: None,
+    config: Config,
+    index: int,
+    clock: Clock,
+    executor: Executor | None,
     spans: "Spans | None" = None,
-) -> "EngineRole | SimulatedEngine":  # fmt: skip
+    reach: Reach = lambda milestone: None,
+) -> "EngineRole | SimulatedEngine":
     """spans: hears of a simulated engine's requests."""
     if isinstance(config.engine, SimulatedEngineSection):
         return _simulated_engine(config, config.engine, index, clock, spans)

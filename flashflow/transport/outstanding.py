@@ -24,8 +24,7 @@ class Pending:
         self.answered = False
         """The final reply, or a failure, has come."""
         self._items: deque[Message | FlashflowError] = deque()
-        self._news: asyncio.Future[None] | None = None
-        """What the one taker waits for."""
+        self._taker: asyncio.Future[None] | None = None
 
     def put(self, item: Message | FlashflowError, *, final: bool) -> None:
         if not self.answered:
@@ -37,18 +36,18 @@ class Pending:
         self._add(error)
 
     async def take(self, within_s: float | None = None) -> tuple[Message, bool]:
-        """The next reply and whether it is the last; one taker at a time.
+        """The next reply and whether it is the last. One may wait at a time.
 
         Raises what the call failed with, and TimeoutError.
         """
         if not self._items:
             loop = asyncio.get_running_loop()
-            self._news = loop.create_future()
-            timer = None if within_s is None else loop.call_later(within_s, _expire, self._news)
+            self._taker = loop.create_future()
+            timer = None if within_s is None else loop.call_later(within_s, _give_up, self._taker)
             try:
-                await self._news
+                await self._taker
             finally:
-                self._news = None
+                self._taker = None
                 if timer is not None:
                     timer.cancel()
         item = self._items.popleft()
@@ -58,13 +57,13 @@ class Pending:
 
     def _add(self, item: Message | FlashflowError) -> None:
         self._items.append(item)
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)
 
 
-def _expire(news: asyncio.Future[None]) -> None:
-    if not news.done():
-        news.set_exception(TimeoutError())
+def _give_up(taker: asyncio.Future[None]) -> None:
+    if not taker.done():
+        taker.set_exception(TimeoutError())
 
 
 class Credits:
