@@ -6,6 +6,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -24,3 +26,14 @@ def machine() -> dict[str, Any]:
 def commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all below it."""
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """User and system time so far."""
+    times = process.cpu_times()
+    return times.user + times.system

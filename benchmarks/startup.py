@@ -8,6 +8,7 @@ results/startup.jsonl. The first run, which warms the disk, is not counted.
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.record import ROOT, commit, machine
+from benchmarks.record import ROOT, commit, cpu_seconds, family, machine
 from flashflow.launch.startup import Milestone, startup_path
 
 RESULTS = Path(__file__).resolve().parent / "results" / "startup.jsonl"
@@ -33,14 +34,15 @@ Milestones = dict[str, dict[str, float]]
 """Seconds since the command's start, by process and milestone."""
 
 
-def start_once(cache: Path) -> Milestones:
-    """One run, ended at its first token. Raises RuntimeError when it ends before."""
+def start_once(cache: Path) -> tuple[Milestones, float]:
+    """One run, ended at its first token, and CPU seconds of all its processes until then. Raises RuntimeError."""
     with tempfile.TemporaryDirectory() as runs:
         places = [f"run.folder={runs}", f"model.cache={cache}"]
         command = [sys.executable, "-m", "flashflow", "train", CONFIG, *places]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
             try:
-                return _until_first_token(run, startup_path(Path(runs) / "quickstart"))
+                milestones = _until_first_token(run, startup_path(Path(runs) / "quickstart"))
+                return milestones, sum(map(cpu_seconds, family(run.pid)))
             finally:
                 run.send_signal(signal.SIGTERM)
 
@@ -73,8 +75,12 @@ def medians(runs: list[Milestones]) -> Milestones:
     }
 
 
-def show(milestones: Milestones) -> None:
-    table = Table("process", *(name.replace("_", " ") for name in MILESTONES), title="seconds since the command")
+def show(milestones: Milestones, cpu_s: float) -> None:
+    table = Table(
+        "process",
+        *(name.replace("_", " ") for name in MILESTONES),
+        title=f"seconds since the command; {cpu_s:.1f} s of CPU",
+    )
     for process, reached in milestones.items():
         table.add_row(process, *(f"{reached[name]:.2f}" if name in reached else "" for name in MILESTONES))
     Console(width=120).print(table)
@@ -87,18 +93,21 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     start_once(arguments.cache)
-    runs = [start_once(arguments.cache) for _ in range(arguments.repeat)]
+    starts = [start_once(arguments.cache) for _ in range(arguments.repeat)]
+    runs = [milestones for milestones, _ in starts]
     result: dict[str, Any] = {
         "command": f"flashflow train {CONFIG}",
         "commit": commit(),
         "machine": machine(),
         "runs": len(runs),
         "first_token_s": [run["engine-0"]["first_token"] for run in runs],
+        "cpu_s": [round(cpu_s, 2) for _, cpu_s in starts],
+        "load": os.getloadavg()[0],
         "median_s": medians(runs),
     }
     with arguments.output.open("a") as output:
         output.write(json.dumps(result) + "\n")
-    show(result["median_s"])
+    show(result["median_s"], median(result["cpu_s"]))
 
 
 if __name__ == "__main__":

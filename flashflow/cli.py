@@ -60,17 +60,66 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def simulate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", help="Virtual seconds, in place of run.steps.", show_default=False)
+    ] = None,
+) -> None:
+    """Run the scheduling of a config with simulated parts on a virtual clock; figures, and trace.json for Perfetto."""
+    from rich.console import Console
+
+    from flashflow.config import load_config
+    from flashflow.simulate.run import simulate as start
+    from flashflow.simulate.run import write
+    from flashflow.simulate.table import print_figures
+
+    loaded = load_config(config, [*(overrides or []), *(["run.steps=1000000000"] if seconds is not None else [])])
+    simulation = start(loaded, seconds=seconds)
+    print_figures(simulation.figures, Console())
+    typer.echo(f"trace: {write(simulation, loaded.run_folder)}")
+
+
+@app.command()
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    *,
+    trace: Annotated[Path, typer.Option("--trace", metavar="RUN_FOLDER", help="A run of this config.")],
+    devices: Annotated[int, typer.Option("--devices", help="To be split.")],
+) -> None:
+    """Find the best split between trainer and engines, alpha and concurrency, on the simulator, from a run's trace."""
+    from rich.console import Console
+
+    from flashflow.config import load_config
+    from flashflow.simulate.planner import calibrate
+    from flashflow.simulate.planner import plan as search
+    from flashflow.simulate.table import print_plan
+
+    loaded = load_config(config, overrides or [])
+    print_plan(search(loaded, calibrate(trace, loaded), devices), Console())
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="CONFIG|RUN_FOLDER", help="Whose checkpoint.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", metavar="DIR", help="A new folder.", show_default=False)],
     checkpoint: Annotated[str, typer.Option("--checkpoint", help=f"{CHECKPOINT}.")] = "newest",
     dtype: Annotated[Dtype, typer.Option("--dtype", help="float32: as the trainer keeps them.")] = Dtype.float32,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Of LoRA: the adapters alone, for peft.")] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder: model, config, generation config, tokenizer."""
+    """Write a checkpoint as a Hugging Face folder: model, config, generation config, tokenizer; adapters merged."""
     from flashflow.launch.export import export as write
+    from flashflow.launch.export import export_adapter
     from flashflow.launch.stored_run import open_run
 
-    folder = write(open_run(run), checkpoint, output, dtype.value, _note)
+    if adapter:
+        if dtype is not Dtype.float32:
+            raise typer.BadParameter("--adapter writes float32, as adapters are trained; leave --dtype out")
+        folder = export_adapter(open_run(run), checkpoint, output, _note)
+    else:
+        folder = write(open_run(run), checkpoint, output, dtype.value, _note)
     typer.echo(f"{folder} -> {output}")
 
 

@@ -28,7 +28,7 @@ def cache_length(num_tokens: int) -> int:
 
 
 def safe_length(num_tokens: int) -> int:
-    """The shortest length to which a sequence may be padded on the right: multiples of 16, past 128 `cache_length`."""
+    """The shortest key length of a pass over that many tokens at once: multiples of 16, past 128 `cache_length`."""
     return safe_tokens(num_tokens) if num_tokens <= 128 else cache_length(num_tokens)
 
 

@@ -12,6 +12,7 @@ import yaml
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from flashflow.config import Config, load_config
+from flashflow.topology import FLEET, GANG
 from tests.tiny_model import make_tiny_model
 
 REWARDS = '''
@@ -126,13 +127,8 @@ def final_weights(config: Path) -> dict[str, Any]:
 
 
 def children(pid: int) -> dict[str, int]:
-    """Role name -> pid of the role processes below a running `flashflow train`."""
+    """Name -> pid of the role processes, and of their nursery, below a running `flashflow train`."""
     import psutil
 
-    found = {}
-    for process in psutil.Process(pid).children(recursive=True):
-        line = process.cmdline()
-        if "flashflow.launch.role" in line:
-            spec = json.loads(line[-1])
-            found[f"{spec['role']}-{spec['index']}"] = process.pid
-    return found
+    names = {process.name(): process.pid for process in psutil.Process(pid).children(recursive=True)}
+    return {name: pid for name, pid in names.items() if name.rpartition("-")[0] in FLEET + GANG or name == "nursery"}

@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashflow.packing import MicroBatch, pack, share
-from flashflow.shapes import safe_length
+from flashflow.packing import IDLE, MicroBatch, deal, pack, plan
+from flashflow.shapes import safe_tokens
 
 lengths_and_budgets = st.tuples(st.lists(st.integers(1, 3000), max_size=60), st.integers(1, 6000))
 
 
 def test_a_table_by_hand() -> None:
-    # Safe lengths: 50 -> 64, 30 -> 32, 29 -> 32, 100 -> 112, 9 -> 16.
+    # Safe numbers: 50 -> 64, 30 -> 32, 29 -> 32, 100 -> 112, 9 -> 16.
     assert pack([50, 30, 100, 29, 9], max_tokens=200) == [
         MicroBatch((2,), 112),  # two rows of 112 are too many
         MicroBatch((0, 1, 3), 64),  # 192 tokens
@@ -19,7 +19,7 @@ def test_a_table_by_hand() -> None:
 
 
 def test_a_sample_longer_than_the_budget_goes_alone() -> None:
-    assert pack([600, 8, 8], max_tokens=32) == [MicroBatch((0,), 640), MicroBatch((1, 2), 16)]
+    assert pack([600, 8, 8], max_tokens=32) == [MicroBatch((0,), 608), MicroBatch((1, 2), 16)]
 
 
 def test_only_the_rows_named_are_packed() -> None:
@@ -28,7 +28,8 @@ def test_only_the_rows_named_are_packed() -> None:
 
 def test_nothing_gives_nothing() -> None:
     assert pack([], 100) == []
-    assert share([], 0, 4) == []
+    assert deal([], 2, []) == [(), ()]
+    assert plan([], 100, [(), ()], []) == [[], []]
 
 
 @given(lengths_and_budgets)
@@ -42,17 +43,50 @@ def test_the_budget_holds_but_for_a_single_sample_and_padding_at_most_doubles(ca
     lengths, budget = case
     for micro in pack(lengths, budget):
         assert micro.padded_tokens <= budget or len(micro.rows) == 1
-        assert micro.length == safe_length(max(lengths[row] for row in micro.rows))
-        assert all(lengths[row] <= micro.length <= 2 * safe_length(lengths[row]) for row in micro.rows)
+        assert micro.length == safe_tokens(max(lengths[row] for row in micro.rows))
+        assert all(lengths[row] <= micro.length <= 2 * safe_tokens(lengths[row]) for row in micro.rows)
 
 
-@given(lengths_and_budgets, st.integers(1, 5))
-def test_ranks_run_equally_many_and_each_micro_batch_counts_once(case: tuple[list[int], int], num_ranks: int) -> None:
-    plan = pack(*case)
-    shares = [share(plan, rank, num_ranks) for rank in range(num_ranks)]
-    assert len({len(mine) for mine in shares}) == 1
-    worked = [micro for mine in shares for micro in mine if not micro.idle]
-    assert sorted(worked, key=lambda micro: micro.rows) == sorted(plan, key=lambda micro: micro.rows)
-    assert sum(micro.idle for mine in shares for micro in mine) < num_ranks
-    for simultaneous in zip(*shares, strict=True):
-        assert all(micro.rows == simultaneous[0].rows for micro in simultaneous if micro.idle)
+def test_rows_are_dealt_longest_first_to_the_rank_with_the_least_to_do() -> None:
+    # Safe numbers 64, 32, 32, 16 of the first stratum: 64 to rank 0, both 32 to rank 1, 16 to either: rank 0.
+    # Of the second each rank takes one, rank 1 first, for it has less in all.
+    assert deal([50, 30, 20, 9, 40, 40], 2, [[0, 1, 2, 3], [4, 5]]) == [(0, 3, 5), (1, 2, 4)]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[int], int, int, list[list[int]]]:
+    """(lengths, budget, ranks, strata)."""
+    lengths, budget = draw(lengths_and_budgets)
+    kinds = draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
+    strata = [[row for row, its in enumerate(kinds) if its == kind] for kind in range(4)]
+    return lengths, budget, draw(st.integers(1, 5)), strata
+
+
+@given(batches())
+def test_every_sample_has_one_rank_and_the_work_of_a_stratum_differs_by_at_most_one_sample(
+    case: tuple[list[int], int, int, list[list[int]]],
+) -> None:
+    lengths, _, num_ranks, strata = case
+    hands = deal(lengths, num_ranks, strata)
+    assert sorted(row for hand in hands for row in hand) == list(range(len(lengths)))
+    for stratum in strata:
+        costs = [sum(safe_tokens(lengths[row]) for row in set(stratum) & set(hand)) for hand in hands]
+        longest = max((safe_tokens(lengths[row]) for row in stratum), default=0)
+        assert max(costs) - min(costs) <= longest
+
+
+@given(batches())
+def test_ranks_run_equally_many_on_rows_of_their_own_and_each_row_counts_once(
+    case: tuple[list[int], int, int, list[list[int]]],
+) -> None:
+    lengths, budget, num_ranks, strata = case
+    hands = deal(lengths, num_ranks, strata)
+    for stratum in strata:
+        plans = plan(lengths, budget, hands, stratum)
+        assert len({len(mine) for mine in plans}) == 1
+        assert sorted(row for mine in plans for micro in mine for row in micro.rows) == stratum
+        for hand, mine in zip(hands, plans, strict=True):
+            assert {row for micro in mine for row in micro.rows} <= set(hand)
+            assert IDLE not in mine[: sum(micro != IDLE for micro in mine)]
+        if num_ranks == 1:
+            assert plans[0] == pack(lengths, budget, stratum)

@@ -1,5 +1,6 @@
 """The ring as real processes: equal to the reference loop, and it ends in order whatever happens to it."""
 
+import json
 import os
 import re
 import signal
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 from flashflow.config import load_config
+from flashflow.launch.startup import startup_path
 from flashflow.observe.metrics import read_metrics
 from tests.reference_loop import reference_loop
 from tests.ring import children, command, environment, final_weights, make_ring, metrics, train
 
 WAIT_S = 120
+ROLES = ("env-0", "reward-0", "engine-0", "buffer-0", "proxy-0", "trainer-0", "controller-0")
+FORKED = ("engine-0", "trainer-0", "controller-0")
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +92,53 @@ def test_a_reward_that_raises_stops_the_run_with_its_traceback(tmp_path):
     assert any((config.run_folder / "journal").iterdir())
 
 
+@pytest.fixture(scope="module")
+def under_way(tmp_path_factory):
+    """A run that has done a step."""
+    run = Run(make_ring(tmp_path_factory.mktemp("under_way"), overrides={"run.steps": 500, "rollout.alpha": 1}))
+    run.until_step(1)
+    yield run
+    run.process.send_signal(signal.SIGTERM)
+    run.end()
+
+
+def test_only_what_computes_has_torch_in_its_memory(under_way):
+    pids = {"supervisor": under_way.process.pid, **children(under_way.process.pid)}
+    with_torch = {name for name, pid in pids.items() if "libtorch" in Path(f"/proc/{pid}/maps").read_text()}
+    assert with_torch == {"nursery", "engine-0", "trainer-0", "controller-0"}
+    with_tokenizers = {name for name, pid in pids.items() if "/tokenizers" in Path(f"/proc/{pid}/maps").read_text()}
+    assert {"buffer-0", "reward-0", "proxy-0", "supervisor"} & with_tokenizers == set()
+
+
+def test_a_run_tells_when_each_process_reached_what(under_way):
+    reached = json.loads(startup_path(load_config(under_way.path).run_folder).read_text())
+    everyone = {"started", "imported", "configured", "built", "ready"}
+    assert {name: set(milestones) for name, milestones in reached.items()} == {
+        "supervisor": {"started", "configured"},
+        "nursery": {"started"},
+        "buffer-0": everyone,
+        "reward-0": everyone,
+        "proxy-0": everyone | {"connected"},
+        "engine-0": everyone | {"first_token"},
+        "env-0": everyone | {"connected", "first_lease"},
+        "trainer-0": everyone | {"connected"},
+        "controller-0": everyone | {"connected"},
+    }
+    for milestones in reached.values():
+        own = [
+            milestones[name] for name in ("started", "imported", "configured", "built", "ready") if name in milestones
+        ]
+        assert own == sorted(own)
+    assert reached["env-0"]["first_lease"] <= reached["engine-0"]["first_token"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_run_in_order_and_it_resumes(tmp_path, number, code):
     run = Run(make_ring(tmp_path, overrides={"run.steps": 500, "rollout.alpha": 1, "checkpoint.every_steps": 0}))
     run.until_step(3)
     pids = list(children(run.process.pid).values())
-    assert len(pids) == 7
+    assert len(pids) == 8
     run.process.send_signal(number)
     found, output, seconds = run.end()
     assert found == code, output
@@ -110,23 +154,28 @@ def test_a_signal_ends_the_run_in_order_and_it_resumes(tmp_path, number, code):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["env-0", "reward-0", "engine-0", "buffer-0", "proxy-0", "trainer-0", "controller-0"])
-def test_a_killed_process_is_replaced_and_every_planned_step_is_trained(tmp_path, role):
+@pytest.mark.parametrize(("role", "forked"), [*((role, True) for role in ROLES), *((role, False) for role in FORKED)])
+def test_a_killed_process_is_replaced_and_every_planned_step_is_trained(tmp_path, role, forked):
+    """forked: with the nursery alive, so that what it forked before is forked again."""
     overrides = {
         "run.steps": 12,
         "rollout.alpha": 1,
         "placement.env": 2,
         "network.peer_deadline_s": 3,
-        "weights.deadline_s": 2,  # less than an engine takes to come back
+        "weights.deadline_s": 2,  # less than an engine takes to come back that is not forked
         "evaluation.every_steps": 4,
         "evaluation.problems": 8,
     }
     run = Run(make_ring(tmp_path, overrides=overrides))
     run.until_step(3)
-    os.kill(children(run.process.pid)[role], signal.SIGKILL)
+    pids = children(run.process.pid)
+    if not forked:
+        os.kill(pids["nursery"], signal.SIGKILL)
+    os.kill(pids[role], signal.SIGKILL)
     code, output, _ = run.end()
     assert code == 0, output
     assert f"{role} was killed by SIGKILL" in output
+    assert (f"{role}: the nursery could not fork it" in output) == (not forked)
     lines = metrics(run.path)
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert max(line["staleness_max"] for line in lines) <= 1

@@ -34,7 +34,7 @@ LADDER = (
         "simulate",
     },
     {"roles"},
-    {"launch", "cli", "__main__"},
+    {"launch", "cli", "__main__", "simulate.run", "simulate.planner", "simulate.table"},
 )
 """From low to high: a module imports from its own rung and from lower ones. Its rung is that of its longest prefix.
 

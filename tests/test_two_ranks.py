@@ -1,5 +1,6 @@
 """Two trainer ranks as real processes: the training of one, to rounding, and a gang that lives and dies together."""
 
+import math
 import os
 import signal
 
@@ -25,10 +26,26 @@ def test_two_ranks_train_what_one_does(tmp_path):
     for key in ("grad_norm", "entropy", "tokens_trained"):
         assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=1e-5), key
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], abs=1e-6)
-    assert max(abs(line["w_max"] - 1) for line in two) <= 1e-4
+    assert max(disagreement(line) for line in two) <= 1e-5
     first, second = final_weights(paths[1]), final_weights(paths[2])
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def disagreement(line):
+    """|log w| of the token on which engine and trainer agree least."""
+    return max(math.log(line["w_max"]), -math.log(line["w_min"]))
+
+
+def test_with_learning_rate_0_the_engine_and_two_ranks_agree(tmp_path):
+    overrides = {"run.steps": 4, "rollout.alpha": 1, "optimizer.lr": 0.0, "placement.trainer": 2}
+    path = make_ring(tmp_path, overrides=overrides)
+    ended = train(path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for line in metrics(path):
+        assert disagreement(line) <= 1e-4
+        assert line["mismatch_k3"] <= 1e-8
+        assert line["num_samples"] == 16
 
 
 def test_a_killed_rank_restarts_the_gang_and_every_planned_step_is_trained(tmp_path):

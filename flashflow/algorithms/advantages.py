@@ -1,9 +1,9 @@
 """From rewards to advantages. Pure; statistics are over the whole consumed batch, so call it before splitting.
 
-Shapes: N samples of a batch (B when padded with T tokens), G members of a group.
+Shapes: N samples of a batch (B when padded with T tokens), K of them whose tokens are here, G members of a group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,13 @@ __all__ = [
 
 STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
+
+Total = Callable[[Tensor], Tensor]
+"""The sum of a tensor over the ranks that hold parts of the batch; what all of it is on one rank."""
+
+
+def _alone(part: Tensor) -> Tensor:
+    return part
 
 
 def group_advantages(
@@ -114,13 +121,13 @@ def _rewards(
     return torch.where(usable, rewards.detach().double(), 0.0), usable
 
 
-def whiten(x: Tensor, mask: Tensor) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, total: Total = _alone) -> Tensor:
     """(x - mean)/sqrt(var + 1e-8) over masked-in values, any shape; Bessel; 0 outside the mask and for n < 2."""
     chosen = mask != 0
-    n = chosen.sum()
-    mean = masked(x, chosen).sum() / n.clamp(min=1)
+    n = total(chosen.sum())
+    mean = total(masked(x, chosen).sum()) / n.clamp(min=1)
     centred = torch.where(chosen, x - mean, 0.0)
-    variance = centred.square().sum() / (n - 1).clamp(min=1)
+    variance = total(centred.square().sum()) / (n - 1).clamp(min=1)
     return torch.where(n < 2, 0.0, centred / (variance + VARIANCE_EPSILON).sqrt())
 
 
@@ -155,12 +162,14 @@ def reinforce_returns(*, rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 class TokenAdvantages(NamedTuple):
+    """Of the samples whose tokens are here, K of N."""
+
     advantages: Tensor
-    """[N,T], 0 outside the mask and for samples that are not scorable."""
+    """[K,T], 0 outside the mask and for samples that are not scorable."""
     returns: Tensor | None
-    """[N,T] targets of the critic; gae only."""
+    """[K,T] targets of the critic; gae only."""
     mask: Tensor
-    """[N,T] bool: `mask` without the samples that are not scorable. Train on this one."""
+    """[K,T] bool: `mask` without the samples that are not scorable. Train on this one."""
 
 
 def token_advantages(
@@ -172,30 +181,40 @@ def token_advantages(
     scorable: Tensor | Sequence[bool] | None = None,
     values: Tensor | None = None,
     penalty: Tensor | None = None,
+    places: Sequence[int] | None = None,
+    total: Total = _alone,
 ) -> TokenAdvantages:
     """Advantages per token by any estimator; the one entry a trainer needs.
 
+    One of several ranks that each hold the tokens of K of the N samples gets those of its own; the statistics are of
+    the whole batch.
+
     Args:
         rewards, group_ids, scorable: [N], as in group_advantages; rewards with the overlong penalty, if any.
-        mask: [N,T]. values: [N,T] of the critic, for gae.
-        penalty: [N,T] to be taken off the rewards: kl_coefficient * kl_penalty(...). Summed per sequence before a group
+        mask: [K,T]. values: [K,T] of the critic, for gae.
+        penalty: [K,T] to be taken off the rewards: kl_coefficient * kl_penalty(...). Summed per sequence before a group
             baseline, per token otherwise.
+        places: [K] of the rows of mask among the N samples; None: it has them all. total: sums over the ranks; all of
+            them call this at the same time.
     """
     R, usable = _rewards(rewards, scorable)
     R, usable = R.to(mask.device), usable.to(mask.device)
-    chosen = (mask != 0) & usable.unsqueeze(1)
+    here = torch.as_tensor(range(len(R)) if places is None else places, dtype=torch.int64, device=mask.device)
+    chosen = (mask != 0) & usable[here].unsqueeze(1)
     cost = (
         torch.zeros(mask.shape, dtype=R.dtype, device=R.device) if penalty is None else masked(penalty.double(), chosen)
     )
     if config.estimator in GROUP_BASELINES:
-        advantages = group_advantages(config, rewards=R - cost.sum(1), group_ids=group_ids, scorable=usable)
+        if penalty is not None:
+            R = R - total(torch.zeros_like(R).index_copy(0, here, cost.sum(1)))
+        advantages = group_advantages(config, rewards=R, group_ids=group_ids, scorable=usable)[here]
         return TokenAdvantages(masked(advantages.unsqueeze(1).expand(mask.shape), chosen), None, chosen)
-    token_rewards = _on_last_token(R, chosen) - cost
+    token_rewards = _on_last_token(R[here], chosen) - cost
     if config.estimator == "reinforce_pp":
         returns = reinforce_returns(rewards=token_rewards, mask=chosen, gamma=config.gamma)
-        return TokenAdvantages(whiten(returns, chosen), None, chosen)
+        return TokenAdvantages(whiten(returns, chosen, total), None, chosen)
     if values is None:
-        raise ContractError("estimator gae needs values [N,T] of a critic: pass them, or choose another estimator")
+        raise ContractError("estimator gae needs values [K,T] of a critic: pass them, or choose another estimator")
     advantages, returns = gae(
         rewards=token_rewards, values=values.double(), mask=chosen, gamma=config.gamma, lam=config.lam
     )

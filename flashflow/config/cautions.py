@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import psutil
 
+from flashflow.config.kv_cache import pool_tokens, token_bytes
 from flashflow.config.rules import Rule, apply_rules
 from flashflow.config.scheduling import SCHEDULING_CAUTIONS
 from flashflow.config.sections import (
@@ -19,13 +20,16 @@ from flashflow.config.sections import (
     EngineSection,
     EvalSection,
     FiltersSection,
+    LoraSection,
     ModelSection,
     NetworkSection,
+    OptimizerSection,
     PlacementSection,
     ReplaySection,
     RolloutSection,
     RunSection,
     SamplingSection,
+    TorchEngineSection,
     filters_dynamically,
 )
 
@@ -106,6 +110,14 @@ def engines_can_be_filled(
         )
 
 
+def adapters_learn_faster(lora: LoraSection | None, optimizer: OptimizerSection) -> Iterator[str]:
+    if lora is not None and "lr" not in optimizer.model_fields_set:
+        yield (
+            f"optimizer.lr: the default {optimizer.lr} is that of training all weights; the adapters of section lora "
+            f"want about ten times as much (docs/lora.md)"
+        )
+
+
 def reduced_precision_is_slow_without_a_gpu(model: ModelSection) -> Iterator[str]:
     if model.dtype == "bfloat16" and model.device == "cpu":
         yield (
@@ -166,6 +178,20 @@ def the_interface_is_this_hosts(network: NetworkSection) -> Iterator[str]:
         )
 
 
+def the_cache_may_hold_fewer_than_the_slots(model: ModelSection, engine: EngineSection) -> Iterator[str]:
+    if not isinstance(engine, TorchEngineSection):
+        return
+    each, limit = token_bytes(model), engine.kv_cache_bytes
+    if each is None or limit is None or limit >= pool_tokens(engine, engine.slots) * each:
+        return
+    held, wanted = (limit // each - 1) // (pool_tokens(engine, 1) - 1), pool_tokens(engine, engine.slots) * each
+    yield (
+        f"engine.kv_cache_bytes: {limit} holds {held} sequences of engine.max_context_tokens "
+        f"{engine.max_context_tokens}, while engine.slots {engine.slots} need {wanted}: requests that may become so "
+        f"long wait for each other"
+    )
+
+
 CAUTIONS: tuple[Rule, ...] = (
     short_answers_are_not_favoured,
     what_is_trained_is_what_was_generated,
@@ -173,6 +199,7 @@ CAUTIONS: tuple[Rule, ...] = (
     few_problems_say_little,
     long_answers_exceed_the_micro_batch,
     engines_can_be_filled,
+    adapters_learn_faster,
     reduced_precision_is_slow_without_a_gpu,
     one_process_restarts_nothing,
     checkpoints_come_before_the_end,
@@ -180,4 +207,5 @@ CAUTIONS: tuple[Rule, ...] = (
     the_network_is_private,
     the_interface_is_this_hosts,
     *SCHEDULING_CAUTIONS,
+    the_cache_may_hold_fewer_than_the_slots,
 )

@@ -14,10 +14,13 @@ from pydantic import BaseModel
 
 from flashflow.algorithms import presets
 from flashflow.config.data_files import look_into
+from flashflow.config.kv_cache import pool_tokens, token_bytes
 from flashflow.config.mistakes import nearest
+from flashflow.config.model_files import matrices
 from flashflow.config.references import find_module, problem_of
 from flashflow.config.scheduling import SCHEDULING_RULES
 from flashflow.config.sections import (
+    ALL_LINEAR,
     AlgorithmSection,
     BatchSection,
     CriticSection,
@@ -27,6 +30,7 @@ from flashflow.config.sections import (
     FiltersSection,
     HuggingFaceData,
     JsonlData,
+    LoraSection,
     ModelSection,
     NetworkSection,
     OptimizerSection,
@@ -39,6 +43,7 @@ from flashflow.config.sections import (
     RolloutSection,
     RunSection,
     SamplingSection,
+    TorchEngineSection,
     TrainerSection,
     filters_dynamically,
     overlong_lengths,
@@ -215,6 +220,37 @@ def the_options_of_the_critic_fit_its_kind(critic: CriticSection | None) -> Iter
         yield from _problem_of_model("critic.path", critic.path)
 
 
+def adapters_train_the_policy_that_samples(lora: LoraSection | None, trainer: TrainerSection) -> Iterator[str]:
+    if lora is not None and trainer.kind == "simulated":
+        yield "lora: has no effect with trainer.kind simulated, which has no weights; remove the section"
+    if lora is not None and lora.dropout != 0:
+        yield (
+            f"lora.dropout: {lora.dropout} would train another policy than the one that sampled, for engines have no "
+            f"dropout; leave it at 0"
+        )
+    if lora is not None and find_module("peft") is None:
+        yield "lora: needs the package peft, which is not installed; pip install 'flashflow[lora]'"
+
+
+def adapted_layers_exist(lora: LoraSection | None, model: ModelSection) -> Iterator[str]:
+    """As far as the files of a local model say; of others the trainer finds out."""
+    if lora is None or lora.target_modules == ALL_LINEAR:
+        return
+    if isinstance(lora.target_modules, str):
+        yield f"lora.target_modules: {lora.target_modules!r} must be {ALL_LINEAR}, or a list of names of linear layers"
+        return
+    if not lora.target_modules:
+        yield f"lora.target_modules: [] adapts nothing; name linear layers, or {ALL_LINEAR}"
+    layers = matrices(Path(model.path))
+    for target in lora.target_modules:
+        if layers and not any(f".{layer}".endswith(f".{target}") for layer in layers):
+            names = {layer.rpartition(".")[2] for layer in layers}
+            yield (
+                f"lora.target_modules: {target!r} is no linear layer below the head of model.path {model.path!r}; "
+                f"{nearest(target, names)}"
+            )
+
+
 def groups_divide_into_optimizer_steps(batch: BatchSection) -> Iterator[str]:
     if batch.groups % batch.optimizer_steps:
         yield (
@@ -374,6 +410,18 @@ def the_context_fits_the_model(model: ModelSection, engine: EngineSection) -> It
         )
 
 
+def the_cache_holds_a_sequence(model: ModelSection, engine: EngineSection) -> Iterator[str]:
+    if not isinstance(engine, TorchEngineSection):
+        return
+    each, limit = token_bytes(model), engine.kv_cache_bytes
+    if each is not None and limit is not None and limit < pool_tokens(engine, 1) * each:
+        yield (
+            f"engine.kv_cache_bytes: {limit} is less than the {pool_tokens(engine, 1) * each} that one sequence of "
+            f"engine.max_context_tokens {engine.max_context_tokens} needs with model.path {model.path!r}; "
+            f"raise the first or lower the second"
+        )
+
+
 def _max_positions(description: Path) -> int | None:
     """Of the text part, where a model has several; None when a file of this form does not say."""
     try:
@@ -451,6 +499,8 @@ RULES: tuple[Rule, ...] = (
     a_decay_floor_needs_a_decay,
     a_critic_has_a_use,
     the_options_of_the_critic_fit_its_kind,
+    adapters_train_the_policy_that_samples,
+    adapted_layers_exist,
     groups_divide_into_optimizer_steps,
     the_data_is_there,
     the_data_package_is_installed,
@@ -463,6 +513,7 @@ RULES: tuple[Rule, ...] = (
     samples_come_from_the_whole_distribution,
     the_data_files_have_what_is_asked,
     the_context_fits_the_model,
+    the_cache_holds_a_sequence,
     simulated_parts_go_together,
     simulated_answers_meet_their_deadline,
     simulated_distributions_can_be_read,

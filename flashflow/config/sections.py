@@ -242,6 +242,23 @@ class CriticSection(OptimizerSection):
     """Learning rate after the warm-up."""
 
 
+ALL_LINEAR = "all-linear"
+
+
+class LoraSection(Section):
+    """Low-rank adapters (LoRA, 2106.09685), trained in place of the weights, which stay as they are; engines are given
+    the merged weights W + alpha / rank x B A. Left out, all weights are trained. Needs peft (docs/lora.md)."""
+
+    rank: PositiveInt = 16
+    """Columns of B and rows of A."""
+    alpha: PositiveInt = 32
+    """Over `rank` it scales the adapters."""
+    dropout: float = 0.0
+    """0 only: with dropout the trained policy is another than the one that sampled, so more is refused."""
+    target_modules: str | list[str] = ALL_LINEAR
+    """Names of the linear layers that get adapters, e.g. [q_proj, v_proj]; all-linear: every one but the head."""
+
+
 class FiltersSection(Section):
     """Groups that are not trained but replaced by another, by the raw rewards of their members."""
 
@@ -287,6 +304,9 @@ class TorchEngineSection(Section):
     """Requests decoded together, a multiple of 8."""
     max_context_tokens: PositiveInt = 2048
     """Prompt and answers of one attempt together."""
+    kv_cache_bytes: PositiveInt | None = None
+    """Keys and values of running requests take no more; requests that do not fit wait. None: as much as `slots`
+    sequences of `max_context_tokens` need."""
     batch_invariant: bool = False
     """Refuse to start unless samples are independent of their batch mates to the last bit."""
     stream_every_s: PositiveFloat = 1.0
@@ -297,9 +317,16 @@ EngineSection = TorchEngineSection | SimulatedEngineSection
 
 
 class FsdpTrainerSection(Section):
-    """FSDP2 over the trainer ranks."""
+    """How the trainer's ranks compute and share what they hold."""
 
     kind: Literal["fsdp"] = "fsdp"
+    """FSDP2: parameters, gradients and optimizer are cut over the ranks."""
+    activation_checkpointing: bool = False
+    """Recompute each transformer layer in the backward pass: memory for activations falls to about one layer's, the
+    step takes up to a third longer, no bit changes."""
+    whole_during_step: bool = True
+    """On several ranks: every rank holds all parameters and gradients during an optimizer step (8 bytes a parameter in
+    float32, 6 in bfloat16), and the ranks talk once a step. false: once and again in every pass, layer by layer."""
 
 
 TrainerSection = FsdpTrainerSection | SimulatedTrainerSection
@@ -403,6 +430,7 @@ class Config(Section):
     replay: ReplaySection = ReplaySection()
     optimizer: OptimizerSection = OptimizerSection()
     critic: CriticSection | None = None
+    lora: LoraSection | None = None
     engine: Annotated[EngineSection, Field(discriminator="kind")] = TorchEngineSection()
     trainer: Annotated[TrainerSection, Field(discriminator="kind")] = FsdpTrainerSection()
     weights: WeightsSection = WeightsSection()

@@ -22,23 +22,23 @@ class Transcript:
         self.answers: list[GenerateReply] = []
         self.num_tokens = 0
         self._observations: list[Int32Array] = []
+        self._store = np.zeros(0, np.int32)
+        """Room for more than the tokens so far: what is added moves nothing, and views stay right."""
 
     def observe(self, token_ids: Int32Array) -> None:
         """What the policy reads next."""
         self._observations.append(token_ids)
-        self.num_tokens += len(token_ids)
+        self._add(token_ids)
 
     def answer(self, answer: GenerateReply) -> None:
         """What the policy said to the last observation."""
         self.answers.append(answer)
-        self.num_tokens += len(answer.token_ids)
+        self._add(answer.token_ids)
 
     @property
     def tokens_T(self) -> Int32Array:
-        """The next prompt."""
-        if len(self._observations) == 1 and not self.answers:
-            return self._observations[0]
-        return np.concatenate([part for turn in self._turns() for part in turn])
+        """The next prompt; a view."""
+        return self._store[: self.num_tokens]
 
     def arrays(self) -> Arrays:
         """Of whole turns."""
@@ -50,7 +50,11 @@ class Transcript:
             versions += [np.full(read, -1, np.int32), answer.versions]
         return Arrays(self.tokens_T, np.concatenate(mask), np.concatenate(logprobs), np.concatenate(versions))
 
-    def _turns(self) -> list[tuple[Int32Array, ...]]:
-        """The last one without an answer, while there is none."""
-        whole = list(zip(self._observations, (answer.token_ids for answer in self.answers), strict=False))
-        return [*whole, *((observation,) for observation in self._observations[len(whole) :])]
+    def _add(self, token_ids: Int32Array) -> None:
+        end = self.num_tokens + len(token_ids)
+        if end > len(self._store):
+            grown = np.empty(max(end, 2 * len(self._store)), np.int32)
+            grown[: self.num_tokens] = self.tokens_T
+            self._store = grown
+        self._store[self.num_tokens : end] = token_ids
+        self.num_tokens = end

@@ -1,5 +1,6 @@
 """Trajectories on disk, in segments that are deleted whole once nothing needs them."""
 
+import os
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ _PLAIN = tuple(name for name in _Stored.__struct_fields__ if name not in _ARRAYS
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
     arrays: dict[str, Any] = {
-        name: bytearray(np.ascontiguousarray(getattr(trajectory, name), dtype)) for name, dtype in _ARRAYS.items()
+        name: np.ascontiguousarray(getattr(trajectory, name), dtype).data.cast("B") for name, dtype in _ARRAYS.items()
     }
     return msgspec.msgpack.encode(_Stored(**arrays, **{name: getattr(trajectory, name) for name in _PLAIN}))
 
@@ -113,11 +114,13 @@ class Payloads:
 
     def _read(self, location: Location) -> bytes | None:
         try:
-            with self._path(location.segment).open("rb") as file:
-                file.seek(location.offset)
-                body = unframe(file.read(HEADER_BYTES + location.length), 0)
+            fd = os.open(self._path(location.segment), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
+        try:
+            body = unframe(os.pread(fd, HEADER_BYTES + location.length, location.offset), 0)
+        finally:
+            os.close(fd)
         return body if body is not None and len(body) == location.length else None
 
     def _numbers(self) -> list[int]:

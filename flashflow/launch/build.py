@@ -13,6 +13,7 @@ import msgspec
 from flashflow.clock import Clock
 from flashflow.config.sections import Config, TorchEngineSection
 from flashflow.config.simulated import SimulatedEngineSection, SimulatedTrainerSection
+from flashflow.journal import OpenJournal, open_journal
 from flashflow.launch.startup import Reach
 from flashflow.records import Task
 from flashflow.transport.channel import Transport
@@ -35,7 +36,7 @@ def names(role: str, count: int) -> list[str]:
     return [f"{role}-{index}" for index in range(count)]
 
 
-def buffer(config: Config, clock: Clock) -> "Buffer":
+def buffer(config: Config, clock: Clock, open_journal: OpenJournal = open_journal) -> "Buffer":
     from flashflow.data.stream import make_stream
     from flashflow.roles.buffer import Buffer
 
@@ -52,16 +53,17 @@ def buffer(config: Config, clock: Clock) -> "Buffer":
         filters=config.filtering,
         replay=config.replaying,
         reward_name=config.reward.function,
+        open_journal=open_journal,
     )
 
 
 def prompt_codec(config: Config) -> "PromptCodec":
+    if config.simulated:
+        return _simulated_codec()
     from flashflow.data.chat import prompt_text, render_prompt
     from flashflow.roles.env import PromptCodec
     from flashflow.tokenizers import load_tokenizer, stop_ids
 
-    if config.simulated:
-        return _simulated_codec()
     tokenizer = load_tokenizer(config.model.path)
     column, system_prompt = config.data.prompt_column, config.data.system_prompt
 
@@ -94,19 +96,29 @@ def _simulated_codec() -> "PromptCodec":
     )
 
 
-def episodes(config: Config, clock: Clock) -> "Episodes | None":
-    """How attempts go on, where something stands in for their environments."""
+def episodes(config: Config, index: int, clock: Clock, spans: "Spans | None") -> "Episodes | None":
+    """How attempts of env `index` go on, where something stands in for their environments."""
     if not config.simulated:
         return None
     from flashflow.simulate.episodes import SimulatedEnvironments
 
     return SimulatedEnvironments(
-        config.simulate, seed=config.run.seed, group_size=config.rollout.group_size, clock=clock
+        config.simulate,
+        name=f"environment-{index}",
+        seed=config.run.seed,
+        group_size=config.rollout.group_size,
+        clock=clock,
+        spans=spans,
     )
 
 
 def env(
-    config: Config, index: int, transport: Transport, clock: Clock, reach: Reach = lambda milestone: None
+    config: Config,
+    index: int,
+    transport: Transport,
+    clock: Clock,
+    spans: "Spans | None" = None,
+    reach: Reach = lambda milestone: None,
 ) -> "EnvRole":
     from flashflow.roles.env import EnvRole
 
@@ -124,7 +136,7 @@ def env(
         rewards=[transport.client(name) for name in names("reward", config.placement.reward)],
         clock=clock,
         on_lease=lambda: reach("first_lease"),
-        episodes=episodes(config, clock),
+        episodes=episodes(config, index, clock, spans),
     )
 
 
@@ -146,9 +158,13 @@ def reward(config: Config, *, workers: bool) -> "RewardRole":
 
 
 def engine(
-    config: Config, index: int, clock: Clock, executor: Executor | None, reach: Reach = lambda milestone: None,
+    config: Config,
+    index: int,
+    clock: Clock,
+    executor: Executor | None,
     spans: "Spans | None" = None,
-) -> "EngineRole | SimulatedEngine":  # fmt: skip
+    reach: Reach = lambda milestone: None,
+) -> "EngineRole | SimulatedEngine":
     """spans: hears of a simulated engine's requests."""
     if isinstance(config.engine, SimulatedEngineSection):
         return _simulated_engine(config, config.engine, index, clock, spans)
@@ -191,7 +207,7 @@ def trainer(
 ) -> "TrainerRole | SimulatedTrainer":
     """The process group must exist, but for a simulated one."""
     if isinstance(config.trainer, SimulatedTrainerSection):
-        return simulated_trainer(config, config.trainer, rank, transport, run_id, clock)
+        return _simulated_trainer(config, config.trainer, rank, transport, run_id, clock)
     from flashflow.models import load_model, set_threads
     from flashflow.roles.trainer import TrainerRole
     from flashflow.trainers.fsdp import FsdpTrainer
@@ -210,7 +226,7 @@ def trainer(
     )
 
 
-def simulated_trainer(
+def _simulated_trainer(
     config: Config, section: SimulatedTrainerSection, rank: int, transport: Transport, run_id: str, clock: Clock
 ) -> "SimulatedTrainer":
     from flashflow.trainers.simulated import SimulatedTrainer

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from flashflow.messages import EvalReply
 from flashflow.observe.metrics import MetricsWriter, read_metrics
+
+if TYPE_CHECKING:
+    from flashflow.messages import EvalReply
 
 
 class RunEvents:
@@ -18,7 +20,7 @@ class RunEvents:
         run_folder: Path,
         *,
         on_step: Callable[[dict[str, Any]], None],
-        on_evaluation: Callable[[EvalReply], None],
+        on_evaluation: "Callable[[EvalReply], None]",
         on_note: Callable[[str], None],
     ) -> None:
         self._metrics = MetricsWriter(run_folder)
@@ -36,7 +38,7 @@ class RunEvents:
         self._metrics.write(record)
         self._on_step(record)
 
-    def evaluation(self, reply: EvalReply) -> None:
+    def evaluation(self, reply: "EvalReply") -> None:
         self._evaluated.add(reply.version)
         self._evaluations.write(msgspec.json.encode(msgspec.structs.asdict(reply)).decode() + "\n")
         self._evaluations.flush()

@@ -4,15 +4,18 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from flashflow.clock import Clock, LoopClock
 from flashflow.config.sections import Config
 from flashflow.errors import first_cause
+from flashflow.journal import OpenJournal, open_journal
 from flashflow.launch import build
 from flashflow.launch.events import RunEvents
 from flashflow.launch.supervise import Display
-from flashflow.roles.controller import Outcome
+from flashflow.roles.controller import Events, Outcome, TrainerLink
+from flashflow.simulate.spans import Spans
 from flashflow.transport.channel import Peer
 from flashflow.transport.in_process import InProcessNetwork, InProcessTransport
 from flashflow.transport.in_process_server import Delay
@@ -53,8 +56,52 @@ async def ring(
 
     delay: seconds added to a message. on_stoppable: gets the function that ends the run in order.
     """
-    run_id = f"local{os.getpid()}"
-    network = InProcessNetwork(config.network, delay=delay)
+    events = RunEvents(
+        config.run_folder,
+        on_step=display.update,
+        on_evaluation=lambda reply: display.evaluation(reply.version, reply.accuracy),
+        on_note=display.note,
+    )
+    try:
+        surroundings = Surroundings(events, InProcessNetwork(config.network, delay=delay))
+        with build.local_process_group(config):
+            return await play(config, surroundings, resume=resume, clock=clock, on_stoppable=on_stoppable)
+    finally:
+        events.close()
+
+
+def make_trainer(config: Config, transport: InProcessTransport, clock: Clock) -> "LocalTrainer":
+    return build.trainer(config, 0, transport, f"local{os.getpid()}", None, clock)
+
+
+class LocalTrainer(TrainerLink, Protocol):
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What lies around the roles: where they report to, what carries their messages, what keeps them."""
+
+    events: Events
+    network: InProcessNetwork
+    open_journal: OpenJournal = open_journal
+    make_trainer: Callable[[Config, InProcessTransport, Clock], LocalTrainer] = make_trainer
+    spans: Spans | None = None
+    """Hears of the time of simulated parts."""
+    on_end: Callable[[], None] = lambda: None
+    """Called when the run has ended, before what still goes on is cancelled, in no order to speak of."""
+
+
+async def play(
+    config: Config,
+    around: Surroundings,
+    *,
+    resume: bool,
+    clock: Clock,
+    on_stoppable: Callable[[Callable[[], None]], None] = lambda _: None,
+) -> Outcome:
+    """The roles, from their start to the end of the run."""
+    network = around.network
 
     def transport(role: str, index: int) -> InProcessTransport:
         return network.transport(Peer(role, index, 1))
@@ -71,15 +118,8 @@ async def ring(
     def spawn(work: Any) -> None:
         background.append(asyncio.ensure_future(work))
 
-    events = RunEvents(
-        config.run_folder,
-        on_step=display.update,
-        on_evaluation=lambda reply: display.evaluation(reply.version, reply.accuracy),
-        on_note=display.note,
-    )
-    closers.append(_closing(events.close))
     try:
-        buffer = build.buffer(config, clock)
+        buffer = build.buffer(config, clock, around.open_journal)
         await buffer.start()
         closers.append(buffer.close)
         await serve("buffer", 0, buffer)
@@ -88,7 +128,7 @@ async def ring(
             closers.append(reward.close)
             await serve("reward", index, reward)
         for index in range(config.placement.engine):
-            engine = build.engine(config, index, clock, None)
+            engine = build.engine(config, index, clock, None, spans=around.spans)
             await serve("engine", index, engine)
             spawn(engine.run())
         proxy = build.proxy(config, transport("proxy", 0), clock)
@@ -97,14 +137,15 @@ async def ring(
         await serve("proxy", 0, proxy)
         spawn(proxy.failed)
         for index in range(config.placement.env):
-            spawn(build.env(config, index, transport("env", index), clock).run())
-        with build.local_process_group(config):
-            trainer = build.trainer(config, 0, transport("trainer", 0), run_id, None, clock)
-            closers.append(trainer.close)
-            controller = build.controller(config, transport("controller", 0), trainer, events, clock, resume=resume)
-            on_stoppable(controller.stop)
-            return await _first_of(controller.run(), background)
+            spawn(build.env(config, index, transport("env", index), clock, spans=around.spans).run())
+        trainer = around.make_trainer(config, transport("trainer", 0), clock)
+        closers.append(trainer.close)
+        link = transport("controller", 0)
+        controller = build.controller(config, link, trainer, around.events, clock, resume=resume)
+        on_stoppable(controller.stop)
+        return await _first_of(controller.run(), background)
     finally:
+        around.on_end()
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
@@ -124,10 +165,3 @@ async def _first_of(run: Awaitable[Outcome], background: list[asyncio.Task[Any]]
         return main.result()
     finally:
         main.cancel()
-
-
-def _closing(close: Callable[[], None]) -> Callable[[], Awaitable[None]]:
-    async def wrapped() -> None:
-        close()
-
-    return wrapped

@@ -71,6 +71,11 @@ def cores_wanted(config: Config) -> int:
     return sum(counts[role] for role in PINNED_ROLES) * config.placement.threads
 
 
+def thread_variables(threads: int) -> dict[str, str]:
+    """What bounds the threads of the libraries in a process, for its environment."""
+    return {name: str(threads) for name in THREAD_VARIABLES}
+
+
 def _in_turn(config: Config, cores: Sequence[int]) -> dict[tuple[str, int], tuple[int, ...]]:
     """Deals the cores round, `threads` at a time; the deal starts anew when they are used up."""
     counts = process_counts(config)
@@ -83,4 +88,4 @@ def _in_turn(config: Config, cores: Sequence[int]) -> dict[tuple[str, int], tupl
 
 
 def _process(role: str, index: int, threads: int, affinity: tuple[int, ...] | None) -> ProcessPlan:
-    return ProcessPlan(role, index, threads, affinity, {name: str(threads) for name in THREAD_VARIABLES})
+    return ProcessPlan(role, index, threads, affinity, thread_variables(threads))

@@ -10,7 +10,7 @@ from flashflow.config.document import read_document
 from flashflow.errors import ConfigError
 
 FIXED = ("run.seed", "rollout.group_size", "rollout.alpha", "batch.groups")
-"""The journal refuses these as well (journal._FINGERPRINT); model.path and the section algorithm come on top."""
+"""The journal refuses these as well (journal._FINGERPRINT); model.path, lora and algorithm come on top."""
 
 Change = tuple[str, str, str]
 """Field, its value now, its value when the run began; values as a person reads them."""
@@ -26,7 +26,12 @@ def refuse_changes(config: Config, stored: Path) -> None:
     load_config look at files of the user, which may have moved since.
     """
     past = read_document(stored.read_text(encoding="utf-8"), str(stored)).values
-    changes = [*_plain_changes(config, past), *_model_change(config, past), *_algorithm_changes(config, past)]
+    changes = [
+        *_plain_changes(config, past),
+        *_model_change(config, past),
+        *_lora_change(config, past),
+        *_algorithm_changes(config, past),
+    ]
     if changes:
         raise ConfigError(
             [
@@ -56,6 +61,14 @@ def _model_change(config: Config, past: Any) -> Iterator[Change]:
         same = now == then or (here.is_dir() and here.resolve() == there.resolve())
     if not same:
         yield "model.path", repr(now), repr(then)
+
+
+def _lora_change(config: Config, past: Any) -> Iterator[Change]:
+    """The checkpoints of a run hold adapters of one shape, or whole weights."""
+    now, then = config.model_dump(mode="json")["lora"], _value(past, "lora")
+    if then is not _UNKNOWN and now != then:
+        before, after = (repr(value) if value is not None else "none" for value in (then, now))
+        yield "lora", after, before
 
 
 def _algorithm_changes(config: Config, past: Any) -> Iterator[Change]:

@@ -8,6 +8,7 @@ never: outlives its supervisor, fails without saying so on the link.
 import asyncio
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -18,16 +19,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
-import psutil
 
 from flashflow.clock import LoopClock
-from flashflow.config import Config, load_config
+from flashflow.config import Config, stored_config
 from flashflow.errors import ConfigError, DeadlineError, FlashflowError, PeerLost, first_cause
 from flashflow.launch import build
-from flashflow.launch.events import RunEvents
 from flashflow.launch.link import (
     AddressBook,
     Describe,
@@ -52,6 +51,7 @@ from flashflow.transport.security import load_run_key
 from flashflow.transport.zeromq import ZmqTransport
 
 PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
 
 
 class RoleProcess:
@@ -78,6 +78,8 @@ class RoleProcess:
         """The first time it is told, the supervisor is; `at` is now unless given."""
         if milestone not in self._reached:
             self._reached.add(milestone)
+            if milestone == "ready":
+                gc.freeze()  # modules and models stay: the collector need not look at them again
             self.link.send(Reached(milestone=milestone, at=time.monotonic() if at is None else at))
 
     async def run(self) -> None:
@@ -162,12 +164,12 @@ class RoleProcess:
 
     async def _engine(self) -> None:
         with ThreadPoolExecutor(1, "engine") as executor:
-            engine = build.engine(self.config, self.spec.index, self.clock, executor, self.reach)
+            engine = build.engine(self.config, self.spec.index, self.clock, executor, reach=self.reach)
             self.reach("built")
             await self._serve(engine, engine.run())
 
     async def _env(self) -> None:
-        env = build.env(self.config, self.spec.index, self.transport, self.clock, self.reach)
+        env = build.env(self.config, self.spec.index, self.transport, self.clock, reach=self.reach)
         self.reach("built")
         self.describe = env.describe
         self._ready()
@@ -191,6 +193,7 @@ class RoleProcess:
             await trainer.close()
 
     async def _controller(self) -> None:
+        from flashflow.launch.events import RunEvents
         from flashflow.transport import rpc
 
         await asyncio.to_thread(self._join_gang, rank=0)
@@ -268,11 +271,18 @@ def die_with(supervisor_pid: int) -> None:
         os._exit(1)
 
 
+def name_process(name: str) -> None:
+    """As `ps` and `top` show it."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, name.encode())
+
+
 def bind_gang(interface: str) -> None:
     """Have TensorPipe, Gloo and NCCL, which do not authenticate, listen on `network.interface` only.
 
     Raises ConfigError when no interface of this host has that address.
     """
+    import psutil
+
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == interface for address in addresses):
             for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -285,7 +295,7 @@ async def _run(spec: RoleSpec, imported: float) -> int:
     """imported: when the modules above were, in seconds of time.monotonic()."""
     link = await Link.over(socket.socket(fileno=spec.link_fd))
     try:
-        config = load_config(Path(spec.config))
+        config = stored_config(Path(spec.config))
         configured = time.monotonic()
         if spec.role in GANG:
             bind_gang(config.network.interface)
@@ -307,10 +317,11 @@ async def _run(spec: RoleSpec, imported: float) -> int:
     return code
 
 
-def main() -> None:
+def run(spec: RoleSpec) -> NoReturn:
+    """This process is the role from now on."""
     imported = time.monotonic()
-    spec = msgspec.json.decode(sys.argv[1], type=RoleSpec)
     die_with(spec.supervisor_pid)
+    name_process(spec.name)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if spec.cpus is not None:
@@ -322,4 +333,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(msgspec.json.decode(sys.argv[1], type=RoleSpec))

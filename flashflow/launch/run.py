@@ -13,7 +13,9 @@ from pathlib import Path
 from flashflow.config import Config, dump_config
 from flashflow.config.rules import the_context_fits_the_model
 from flashflow.errors import ConfigError
+from flashflow.launch import nursery
 from flashflow.launch.events import evaluations_path
+from flashflow.launch.nursery import Nursery
 from flashflow.launch.plan import plan
 from flashflow.launch.resume import refuse_changes
 from flashflow.launch.startup import StartupLog, process_began, startup_path
@@ -24,7 +26,7 @@ from flashflow.transport.weights.segment import remove_segments
 
 def train(config: Config, *, resume: bool, overwrite: bool = False) -> int:
     """Exit code: 0 done, 1 failed, 130 or 143 ended by a signal (with a checkpoint). Raises ConfigError."""
-    with ProgressDisplay() as display, locked(config.run_folder):
+    with ProgressDisplay() as display, locked(config.run_folder), nursery.opened(config) as forks:
         remove_leftovers(config.run_folder)
         config = prepare(config, display, resume=resume, overwrite=overwrite)
         display.start(config.run.steps, first_step=steps_done(config))
@@ -33,7 +35,7 @@ def train(config: Config, *, resume: bool, overwrite: bool = False) -> int:
 
             code, failure = run_in_process(config, display, resume=resume), None
         else:
-            code, failure = supervise(config, display, resume=resume)
+            code, failure = supervise(config, display, forks, resume=resume)
         display.finish(summary(config, code))
     if failure is not None:
         print(failure)
@@ -104,18 +106,24 @@ def resolve_model(config: Config, display: ProgressDisplay) -> Config:
     return builtin.resolve(config, display.note)
 
 
-def supervise(config: Config, display: ProgressDisplay, *, resume: bool) -> tuple[int, str | None]:
+def supervise(
+    config: Config, display: ProgressDisplay, forks: Nursery | None, *, resume: bool
+) -> tuple[int, str | None]:
     """Exit code and the first failure as text."""
     began = process_began()
     startup = StartupLog(startup_path(config.run_folder), began)
     startup.reached("supervisor", "started", began)
     startup.reached("supervisor", "configured", time.monotonic())
+    if forks is not None:
+        startup.reached("nursery", "started", forks.started)
     from flashflow.launch.supervise import Supervisor
 
     run_id = uuid.uuid4().hex[:12]
 
     async def run() -> tuple[int, str | None]:
-        supervisor = Supervisor(config, plan(config), run_id=run_id, resume=resume, display=display, startup=startup)
+        supervisor = Supervisor(
+            config, plan(config), run_id=run_id, resume=resume, display=display, startup=startup, nursery=forks
+        )
         code = await supervisor.run()
         return code, str(supervisor.failure) if supervisor.failure is not None else None
 

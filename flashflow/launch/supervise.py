@@ -13,9 +13,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import msgspec
 
@@ -37,6 +37,7 @@ from flashflow.launch.link import (
     StepDone,
     Stop,
 )
+from flashflow.launch.nursery import FORKED_ROLES, Forked, Nursery
 from flashflow.launch.plan import ProcessPlan
 from flashflow.launch.startup import StartupLog
 from flashflow.topology import GANG
@@ -58,6 +59,9 @@ class Display(Protocol):
     def note(self, text: str) -> None: ...
 
 
+RoleChild = asyncio.subprocess.Process | Forked
+
+
 class Failure(msgspec.Struct, frozen=True):
     """The first thing that went wrong; the rest follows from it."""
 
@@ -77,8 +81,8 @@ class RoleHandle:
         self.log = log
         self.incarnation = 0
         self.restarts = 0
-        self.process: asyncio.subprocess.Process | None = None
-        self.retired: asyncio.subprocess.Process | None = None
+        self.process: RoleChild | None = None
+        self.retired: RoleChild | None = None
         """The incarnation that this supervisor ended itself; its exit is no news."""
         self.link: Link | None = None
         self.place: Place | None = None
@@ -117,6 +121,7 @@ class Supervisor:
         resume: bool,
         display: Display,
         startup: StartupLog,
+        nursery: Nursery | None = None,
     ) -> None:
         self._config = config
         self._run_id = run_id
@@ -127,6 +132,7 @@ class Supervisor:
         self._handles = [RoleHandle(plan, self._logs / f"{plan.role}-{plan.index}.log") for plan in plans]
         self._generation = 1
         self._key: Path | None = None
+        self._nursery = nursery
         self._ending = asyncio.Event()
         self._news = asyncio.Event()
         self._progress = asyncio.Event()
@@ -134,6 +140,7 @@ class Supervisor:
         self._outcome: Finished | None = None
         self.failure: Failure | None = None
         self._watchers: set[asyncio.Task[None]] = set()
+        self._starting: list[asyncio.Task[None]] = []
 
     async def run(self) -> int:
         """The exit code: 0 done, 1 failed, 128 + n ended by signal n."""
@@ -143,8 +150,8 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         try:
-            for handle in self._handles:
-                await self._start(handle)
+            # All at once: those that the nursery forks wait until it has imported what they need.
+            self._starting = [self._in_background(self._start(handle)) for handle in self._handles]
             await self._wait_started()
             await self._watch()
         finally:
@@ -167,17 +174,15 @@ class Supervisor:
         with theirs, handle.log.open("ab") as log:
             handle.incarnation += 1
             handle.started, handle.failed, handle.place = False, None, None
+            handle.process = await self._spawn(handle, theirs, log)
             if handle.incarnation == 1:
                 self._startup.reached(handle.name, "started", time.monotonic())
-            handle.process = await self._spawn(handle, theirs, log)
         handle.link = await Link.over(ours)
         handle.link.send(AddressBook(places=self._places()))
-        for watch in (self._read(handle, handle.link), self._reap(handle, handle.process, self._generation)):
-            task = asyncio.create_task(watch)
-            self._watchers.add(task)
-            task.add_done_callback(self._watcher_done)
+        self._in_background(self._read(handle, handle.link))
+        self._in_background(self._reap(handle, handle.process, self._generation))
 
-    async def _spawn(self, handle: RoleHandle, link: socket.socket, log: IO[bytes]) -> asyncio.subprocess.Process:
+    async def _spawn(self, handle: RoleHandle, link: socket.socket, log: IO[bytes]) -> RoleChild:
         plan = handle.plan
         spec = RoleSpec(
             role=plan.role,
@@ -192,6 +197,11 @@ class Supervisor:
             resume=self._resume or self._generation > 1,
             key=None if self._key is None else str(self._key),
         )
+        if self._nursery is not None and plan.role in FORKED_ROLES:
+            forked = await self._nursery.fork(spec, plan.env, link, log)
+            if forked is not None:
+                return forked
+            self._display.note(f"{handle.name}: the nursery could not fork it; it starts by itself")
         command = [sys.executable, "-m", "flashflow.launch.role", msgspec.json.encode(spec).decode()]
         return await asyncio.create_subprocess_exec(
             *command,
@@ -281,7 +291,7 @@ class Supervisor:
                 case _:
                     self._display.note(f"{handle.name}: unexpected {type(message).__name__} on its link")
 
-    async def _reap(self, handle: RoleHandle, process: asyncio.subprocess.Process, generation: int) -> None:
+    async def _reap(self, handle: RoleHandle, process: RoleChild, generation: int) -> None:
         code = await process.wait()
         await asyncio.sleep(0)  # let what it said last be read first
         if self._ending.is_set() or handle.finished or handle.retired is process:
@@ -307,6 +317,12 @@ class Supervisor:
             wait.cancel()
         codes = [other.process.returncode for other in others if other.process is not None]
         return any(code is not None and code < 0 for code in codes)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._watchers.add(task)
+        task.add_done_callback(self._watcher_done)
+        return task
 
     def _watcher_done(self, task: asyncio.Task[None]) -> None:
         self._watchers.discard(task)
@@ -384,6 +400,9 @@ class Supervisor:
 
     async def _end(self) -> None:
         self._ending.set()
+        for start in self._starting:
+            start.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
         for handle in self._handles:
             if handle.alive and handle.link is not None:
                 handle.link.send(Stop())

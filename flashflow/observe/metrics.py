@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from flashflow.errors import ContractError
-from flashflow.observe.tensorboard import EventWriter
 
 REQUIRED_STEP_KEYS = (
     "step",
@@ -48,6 +47,8 @@ class MetricsWriter:
     """Appends steps, a line each; a line that a dying host left torn is dropped at the next open."""
 
     def __init__(self, run_folder: Path) -> None:
+        from flashflow.observe.tensorboard import EventWriter  # for writers only: 0.2 s of imports
+
         run_folder.mkdir(parents=True, exist_ok=True)
         self._path = run_folder / "metrics.jsonl"
         kept = read_metrics(self._path)

@@ -9,7 +9,7 @@ import numpy as np
 
 from flashflow.data.base import TaskStream
 from flashflow.errors import BudgetError, ContractError
-from flashflow.journal import Journal
+from flashflow.journal import EventLog
 from flashflow.ledger import Ledger
 from flashflow.ledger import events as e
 from flashflow.ledger.group import PLACEHOLDER_TOKENS
@@ -22,7 +22,7 @@ class Bookkeeper:
     """Ledger and journal as one. Its methods have no await: nobody sees one of them ahead of the other."""
 
     def __init__(
-        self, ledger: Ledger, journal: Journal, tasks: TaskStream, *, reward_name: str, max_failed_fraction: float
+        self, ledger: Ledger, journal: EventLog, tasks: TaskStream, *, reward_name: str, max_failed_fraction: float
     ) -> None:
         """Settles what the process before left unsettled."""
         self.ledger = ledger

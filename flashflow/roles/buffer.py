@@ -23,7 +23,7 @@ from flashflow.config.sections import (
 )
 from flashflow.data.base import TaskStream
 from flashflow.errors import ContractError
-from flashflow.journal import Offload, open_journal
+from flashflow.journal import Offload, OpenJournal, open_journal
 from flashflow.ledger import Rules
 from flashflow.messages import (
     Ack,
@@ -68,11 +68,12 @@ class Buffer:
         replay: ReplayConfig | None = None,
         reward_name: str = "",
         offload: Offload = asyncio.to_thread,
+        open_journal: OpenJournal = open_journal,
     ) -> None:
         """Opens the journal in `folder`, and blocks while it is read; raises what open_journal raises.
 
         `reward_name` stands in the message of a run that the filters stop. `offload` runs what blocks on the disk later
-        on; on virtual time it must be journal.in_place.
+        on; on virtual time it must be journal.in_place. `open_journal` may keep everything in memory.
         """
         rules = Rules(
             group_size=rollout.group_size,

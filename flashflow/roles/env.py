@@ -67,7 +67,7 @@ class PromptCodec:
         self,
         *,
         encode: Callable[[Task], list[int]],
-        decode: Callable[[Sequence[int]], str],
+        decode: Callable[[Int32Array | Sequence[int]], str],
         prompt_text: Callable[[Task], str],
         stop_ids: list[int],
     ) -> None:
@@ -117,10 +117,10 @@ class EnvRole:
         proxy: Client,
         rewards: Sequence[Client],
         clock: Clock,
-        on_lease: Callable[[], None] = lambda: None,
         episodes: Episodes | None = None,
+        on_lease: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_lease: called at every lease. episodes: how attempts go on; None: with one answer to the prompt."""
+        """episodes: how attempts go on; None: with one answer to the prompt. on_lease: called at every lease."""
         self._name = name
         self._seed = seed
         self._codec = codec
@@ -301,6 +301,8 @@ class EnvRole:
             attempt.request = ""
         if parts[-1].finish_reason == "aborted":
             raise RemoteError("Aborted", f"{request.request} was aborted at the engine")
+        if len(parts) == 1:
+            return parts[0]
         return GenerateReply(
             token_ids=np.concatenate([part.token_ids for part in parts]),
             logprobs=np.concatenate([part.logprobs for part in parts]),
@@ -355,7 +357,7 @@ class EnvRole:
             sample=lease.sample,
             purpose=lease.purpose,
             prompt=self._codec.prompt_text(lease.task),
-            completion=self._codec.decode(answer.token_ids.tolist()),
+            completion=self._codec.decode(answer.token_ids),
             row=lease.task,
         )
         reply = await reward.call(score, ScoreReply, deadline_s=self._rollout.turn_deadline_s)

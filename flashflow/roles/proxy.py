@@ -39,7 +39,7 @@ from flashflow.messages import (
     Suspend,
     Update,
 )
-from flashflow.roles.queueing import Queue
+from flashflow.roles.queueing import Queue, Ticket
 from flashflow.roles.routing import EngineEnd, Router, work
 from flashflow.transport.channel import Client, Emit, Peer
 
@@ -166,7 +166,7 @@ class ProxyRole:
         taken = False
         try:
             since = self._clock.now()
-            while not (await asyncio.wait({ticket.engine}, timeout=self._network.long_poll_s))[0]:
+            while not ticket.engine.done() and not await self._given(ticket):
                 self._queue.close(ticket)
                 now = self._clock.now()
                 await emit(_nothing("", waited_s=now - since))
@@ -179,6 +179,10 @@ class ProxyRole:
                 self._router.release(engine, work(request))
             ticket.engine.cancel()
             self._queue.dispatch()
+
+    async def _given(self, ticket: Ticket) -> bool:
+        """Whether it has its answer within `long_poll_s`."""
+        return bool((await asyncio.wait({ticket.engine}, timeout=self._network.long_poll_s))[0])
 
     def _hopeless(self, request: Generate) -> bool:
         """Aborted, or pinned to a version that has gone: versions do not come back."""

@@ -99,7 +99,7 @@ class TrainerRole:
                 raise ContractError(f"the trainer has no method {method!r}")
 
     async def _fetch(self, manifest: Manifest) -> list[Trajectory]:
-        samples = [row.sample for row in manifest.rows]
+        samples = [manifest.rows[place].sample for place in self._trainer.rows_of(manifest)]
         rows: list[Trajectory] = []
         for start in range(0, len(samples), ROWS_PER_FETCH):
             request = FetchRows(step=manifest.step, samples=samples[start : start + ROWS_PER_FETCH])

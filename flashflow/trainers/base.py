@@ -1,5 +1,6 @@
 """What a trainer must offer. Synchronous; one thread calls everything."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -22,8 +23,13 @@ class Trainer(Protocol):
     step: int
     """Number of batches trained into the weights = the policy version."""
 
+    def rows_of(self, manifest: Manifest) -> Sequence[int]:
+        """Places of the rows that this rank works on; each row of the manifest belongs to one rank."""
+        ...
+
     def train(self, manifest: Manifest, rows: list[Trajectory]) -> TrainResult:
-        """Train batch manifest.step == step + 1; rows in the manifest's order. Raises ContractError otherwise."""
+        """Train batch manifest.step == step + 1; rows are those of `rows_of`, in its order. Raises ContractError
+        otherwise."""
         ...
 
     def stage(self, *, fresh: bool = False) -> SharedWeights:

@@ -17,6 +17,21 @@ COMPLETE = re.compile(r"step-(\d{6,})")
 TEMPORARY = ".tmp"
 
 
+class Adapters(msgspec.Struct, frozen=True):
+    """What a checkpoint of LoRA holds in place of the model's weights."""
+
+    rank: int
+    alpha: int
+    target_modules: list[str]
+    """Ends of the names of the linear layers that have adapters."""
+    dtype: str
+    """Of the frozen weights."""
+    base: str
+    """Digest of the weights that the adapters were trained on, which the checkpoint does not hold."""
+    parameters: dict[str, str]
+    """Like Description.parameters, of the adapters."""
+
+
 class Description(msgspec.Struct, frozen=True):
     """What a checkpoint holds, readable without torch."""
 
@@ -32,6 +47,8 @@ class Description(msgspec.Struct, frozen=True):
     """Like `parameters`; empty without a critic."""
     critic_skipped_in_row: int = 0
     critic_skipped_total: int = 0
+    adapters: Adapters | None = None
+    """None: the checkpoint holds the weights of the model."""
 
 
 def folder_name(step: int) -> str:
@@ -100,6 +117,26 @@ def differences(found: dict[str, str], expected: dict[str, str], limit: int = 5)
         elif found[name] != value:
             lines.append(f"{name}: {found[name]} in the checkpoint, {value} in the model")
     return [*lines[:limit], f"and {len(lines) - limit} more"] if len(lines) > limit else lines
+
+
+def adapter_differences(found: Adapters | None, expected: Adapters | None) -> list[str]:
+    """Why a trainer with the adapters `expected` cannot go on from those of a checkpoint; for a person."""
+    if found is None or expected is None:
+        if found is expected:
+            return []
+        return [
+            "the checkpoint is of LoRA; give the section lora that the run began with"
+            if expected is None
+            else "the checkpoint is of a whole model; remove the section lora, or start from the exported model"
+        ]
+    if found.base != expected.base:
+        return [f"the adapters belong to other weights than model.path's (digest {found.base}, not {expected.base})"]
+    changed = [
+        f"{name}: {one} in the checkpoint, {other} in the config"
+        for name, one, other in (("rank", found.rank, expected.rank), ("alpha", found.alpha, expected.alpha))
+        if one != other
+    ]
+    return [*changed, *([] if changed else differences(found.parameters, expected.parameters))]
 
 
 def _complete(folder: Path) -> list[Path]:

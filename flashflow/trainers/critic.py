@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashflow.algorithms.advantages import Total
 from flashflow.config.sections import CriticSection
 from flashflow.errors import ConfigError
 from flashflow.models import load_model
 from flashflow.trainers import sharding
-from flashflow.trainers.backbone import hidden_states, prepare, width_of
+from flashflow.trainers.backbone import hidden_states, prepare, recompute, width_of
 from flashflow.trainers.update import Updater
 
 
@@ -56,9 +57,16 @@ class Critic:
     """Head or model, sharded as the policy is, and its own AdamW."""
 
     def __init__(
-        self, section: CriticSection, policy: Any, num_steps: int, mesh: DeviceMesh, dtype: torch.dtype
+        self,
+        section: CriticSection,
+        policy: Any,
+        num_steps: int,
+        mesh: DeviceMesh,
+        dtype: torch.dtype,
+        *,
+        activation_checkpointing: bool = False,
     ) -> None:
-        """policy: the unsharded causal LM. Raises ConfigError on a model that does not fit it."""
+        """policy: the unsharded causal LM, as loaded. Raises ConfigError on a model that does not fit it."""
         self.module: ValueHead | ValueModel
         if section.kind == "value_head":
             self.module = ValueHead(width_of(policy), next(policy.parameters()).device)
@@ -67,18 +75,22 @@ class Critic:
             self.module = ValueModel(_own_model(section, policy).float())
             # By itself, for it computes in float32 whatever the backbone does.
             sharding.shard(self.module.head, nn.ModuleList(), mesh, torch.float32)
+            if activation_checkpointing:
+                recompute(self.module.backbone.layers)
             sharding.shard(self.module, self.module.backbone.layers, mesh, dtype)
         self.loss_coefficient = section.loss_coefficient if section.kind == "value_head" else 1.0
         self.updater = Updater(self.module, section, num_steps, name="critic")
 
 
-def explained_variance(values_NT: torch.Tensor, returns_NT: torch.Tensor, mask_NT: torch.Tensor) -> float:
-    """1 - Var(return - value) / Var(return) over the tokens to be trained: 1 is a perfect critic, 0 no better than a
-    constant; 0 where the returns do not vary."""
-    returns_M, errors_M = returns_NT[mask_NT].double(), (returns_NT - values_NT)[mask_NT].double()
-    if returns_M.numel() < 2 or not (variance := float(returns_M.var())):
-        return 0.0
-    return 1 - float(errors_M.var()) / variance
+def explained_variance(values_NT: torch.Tensor, returns_NT: torch.Tensor, mask_NT: torch.Tensor, total: Total) -> float:
+    """1 - Var(return - value) / Var(return) over the tokens to be trained, of all ranks: 1 is a perfect critic, 0 no
+    better than a constant; 0 where the returns do not vary."""
+    # Two columns: returns and errors. Their variances need no division by n - 1, which cancels.
+    both_M2 = torch.stack([returns_NT, returns_NT - values_NT], dim=-1)[mask_NT].double()
+    n = total(torch.tensor(float(len(both_M2))))
+    means_2 = total(both_M2.sum(0)) / n.clamp(min=1)
+    squares, of_errors = total((both_M2 - means_2).square().sum(0)).tolist()
+    return 1 - of_errors / squares if squares else 0.0
 
 
 def _own_model(section: CriticSection, policy: Any) -> Any:

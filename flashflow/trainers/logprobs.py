@@ -44,7 +44,7 @@ class TokenScorer(nn.Module):
     def forward(
         self, tokens_BT: torch.Tensor, mask_BT: torch.Tensor, *, entropy_gradient: bool = False, hidden: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """tokens_BT int64, padded on the right to a safe length; mask_BT bool, false in column 0.
+        """tokens_BT int64, padded on the right to a number of `safe_tokens`; mask_BT bool, false in column 0.
 
         Returns float32 [B, T] each, 0 outside the mask: the log-probability of token t given those before it, and the
         entropy in nats of the distribution it was drawn from, both at the sampling temperature; with `hidden` thirdly

@@ -30,7 +30,7 @@ class Objective(Protocol):
     """Sharded roots that it runs."""
 
     def gradient_rows(self) -> Sequence[int]:
-        """Rows of the batch that may have a gradient; the other counted ones are only measured."""
+        """Places of the rows of the batch that may have a gradient; the other counted ones are only measured."""
         ...
 
     def __call__(self, batch: TokenBatch, denominators: Denominators) -> MicroLoss: ...
@@ -65,7 +65,7 @@ class PolicyObjective:
             advantages=batch.select(consumed.advantages_NT),
             mask=batch.mask_BT,
             ref_logprobs=None if consumed.reference_NT is None else batch.select(consumed.reference_NT),
-            rewards=consumed.rewards_N[list(batch.rows)].to(logprobs_BT.device),
+            rewards=batch.select(consumed.rewards_N[:, None])[:, 0],
             denominators=denominators,
             entropy=entropies_BT,
             lags=batch.lags_BT,

@@ -1,6 +1,8 @@
 """The passes over a batch's micro-batches: one with gradient, which trains, and one without, which only scores.
 
-Letters: N rows of the whole batch, B rows of a micro-batch, T padded length.
+Every rank runs equally many, each on rows of its own.
+
+Letters: N rows of this rank, B rows of a micro-batch, T padded length.
 """
 
 import math
@@ -14,11 +16,11 @@ from torch import nn
 from flashflow.algorithms.losses import Denominators, Stat
 from flashflow.algorithms.stats import merge_metrics
 from flashflow.errors import ContractError
-from flashflow.packing import MicroBatch, pack, share
-from flashflow.records import Trajectory
+from flashflow.packing import MicroBatch
 from flashflow.trainers.batch import TokenBatch, token_batch
 from flashflow.trainers.objectives import MicroLoss, Objective
-from flashflow.trainers.sharding import reshard
+from flashflow.trainers.sharding import hold_whole, reshard, total
+from flashflow.trainers.share import Share
 
 
 class StepOutcome(NamedTuple):
@@ -28,35 +30,44 @@ class StepOutcome(NamedTuple):
     """By the names of MicroLoss.parts."""
     metrics: dict[str, Stat]
     plan: list[MicroBatch]
+    """Of all ranks, without the idle ones."""
 
 
 class Passes:
     """This rank's share of the passes over one batch."""
 
-    def __init__(self, rows: Sequence[Trajectory], version: int, max_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, share: Share, version: int, max_tokens: int, device: torch.device, *, whole_during_step: bool = True
+    ) -> None:
         """version: the trainer's at hand-over. max_tokens: of a micro-batch."""
-        self.rows = rows
+        self.share = share
         self._version, self._max_tokens, self._device = version, max_tokens, device
-        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._num_ranks = dist.get_world_size()
+        self._whole_during_step = whole_during_step and self._num_ranks > 1
 
     def train(self, objective: Objective, rows: Iterable[int], denominators: Denominators) -> StepOutcome:
         """Adds the gradient of one optimizer step to the parameters'. Rows that cannot have any are only measured: a
         third of the work.
 
-        rows: the step's that count. denominators: the step's, over all ranks.
+        rows: places of the step's that count. denominators: the step's, over all ranks.
         """
         # FSDP takes the mean of the ranks' gradients, where the loss wants their sum.
         per_rank = denominators.per_rank(self._num_ranks)
         may_have = set(objective.gradient_rows())
         counted = list(rows)
         plans = {
-            True: self._plan(row for row in counted if row in may_have),
-            False: self._plan(row for row in counted if row not in may_have),
+            True: self._plans([row for row in counted if row in may_have]),
+            False: self._plans([row for row in counted if row not in may_have]),
         }
         losses: dict[str, list[float]] = {}
         metrics: dict[str, Stat] = {}
-        for trains, plan in plans.items():
-            for batch in self._batches(plan):
+        for trains, each in plans.items():
+            left = len(each[self.share.rank])
+            for batch in self._batches(each):
+                left -= 1
+                if trains and self._whole_during_step:
+                    for module in objective.modules:
+                        hold_whole(module, last=not left)
                 with torch.set_grad_enabled(trains):
                     result = self._named(objective, batch, per_rank)
                 if trains:
@@ -67,41 +78,42 @@ class Passes:
         for module in objective.modules:
             reshard(module)
         sums = {name: math.fsum(parts) / self._num_ranks for name, parts in losses.items()}
-        return self._over_ranks(sums, metrics, plans[True] + plans[False])
+        worked = [micro for each in plans.values() for plan in each for micro in plan if micro.rows]
+        return self._over_ranks(sums, metrics, worked)
 
     def score(
         self, compute: Callable[[TokenBatch], torch.Tensor], rows: Iterable[int], *modules: nn.Module
     ) -> torch.Tensor:
         """What `compute` gives for each micro-batch [B, T], which is 0 outside the mask, as [N, longest row]; no
         gradient; 0 for rows not named. modules: the sharded roots that `compute` runs."""
-        shape = (len(self.rows), max((row.num_tokens for row in self.rows), default=0))
-        whole_NT = torch.zeros(shape, device=self._device)
+        own = self.share.rows
+        whole_NT = torch.zeros(len(own), max((row.num_tokens for row in own), default=1), device=self._device)
         with torch.no_grad():
-            for batch in self._batches(self._plan(rows)):
-                scores_BT = compute(batch)
-                length = min(shape[1], scores_BT.shape[1])
-                # Added, for a row may come again in an idle pass, all masked out.
-                whole_NT[list(batch.rows), :length] += scores_BT[:, :length]
+            for batch in self._batches(self._plans(rows)):
+                scores_BT = compute(batch)[: len(batch.rows), : whole_NT.shape[1]]
+                whole_NT[list(batch.rows), : scores_BT.shape[1]] = scores_BT.to(whole_NT.dtype)
         for module in modules:
             reshard(module)
-        if self._num_ranks > 1:
-            dist.all_reduce(whole_NT)
         return whole_NT
 
-    def _plan(self, rows: Iterable[int]) -> list[MicroBatch]:
-        """Of all ranks."""
-        return pack([row.num_tokens for row in self.rows], self._max_tokens, rows)
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """Summed over the ranks."""
+        return total(part, self._device)
 
-    def _batches(self, plan: Sequence[MicroBatch]) -> Iterator[TokenBatch]:
+    def _plans(self, rows: Iterable[int]) -> list[list[MicroBatch]]:
+        """Of each rank."""
+        return self.share.plans(rows, self._max_tokens)
+
+    def _batches(self, plans: Sequence[Sequence[MicroBatch]]) -> Iterator[TokenBatch]:
         """Of this rank."""
-        for micro_batch in share(plan, self._rank, self._num_ranks):
-            yield token_batch(self.rows, micro_batch, self._version, self._device)
+        for micro_batch in plans[self.share.rank]:
+            yield token_batch(self.share, micro_batch, self._version, self._device)
 
     def _named(self, objective: Objective, batch: TokenBatch, denominators: Denominators) -> MicroLoss:
         try:
             return objective(batch, denominators)
         except ContractError as error:
-            names = ", ".join(f"{place}: {self.rows[row].sample}" for place, row in enumerate(batch.rows))
+            names = ", ".join(f"{place}: {self.share.rows[row].sample}" for place, row in enumerate(batch.rows))
             raise ContractError(f"{error} (batch {self._version + 1}; the sequences are {names})") from error
 
     def _over_ranks(self, losses: dict[str, float], metrics: dict[str, Stat], plan: list[MicroBatch]) -> StepOutcome:

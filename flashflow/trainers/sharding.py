@@ -40,9 +40,30 @@ def shard(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, dtype: torch
 
 
 def reshard(module: nn.Module) -> None:
-    """After a forward pass without gradient, which leaves the root's parameters whole."""
+    """After passes that leave parameters whole: those without gradient the root's, those of `hold_whole` all."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def hold_whole(module: nn.Module, *, last: bool) -> None:
+    """For the next pass with gradient: parameters stay whole from forward to backward and after, gradients are kept as
+    they are, both on every rank, until the `last` of an optimizer step, which reduces the gradients over the ranks and
+    cuts all up again."""
     if isinstance(module, FSDPModule):
-        module.reshard()
+        module.set_is_last_backward(last)
+        module.set_requires_gradient_sync(last)
+        module.set_reshard_after_forward(False)
+        module.set_reshard_after_backward(last)
+
+
+def total(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Summed over the ranks, in the dtype and on the device of `tensor`; `device` is where the ranks can talk."""
+    if dist.get_world_size() == 1:
+        return tensor
+    summed = tensor.to(device, copy=True)
+    dist.all_reduce(summed)
+    return summed.to(tensor.device)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

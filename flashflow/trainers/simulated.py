@@ -84,7 +84,7 @@ class SimulatedTrainer:
         self._step = manifest.step
         self._spans.add(f"trainer-{self._rank}", 0, f"batch {manifest.step}", started, self._clock.now())
         self._doing = "waits for the controller"
-        return TrainResult(self._step, {**batch_metrics(manifest, rows), **_unchanged(manifest)})
+        return TrainResult(self._step, {**batch_metrics(manifest), **_unchanged(manifest)})
 
     async def stage(self, *, fresh: bool) -> SharedWeights:
         """Every copy is a new one, `fresh` or not."""

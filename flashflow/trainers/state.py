@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 MODEL, OPTIMIZER, CRITIC, RANDOM = "model", "optimizer", "critic", "random"
 
@@ -51,14 +51,32 @@ def load_state(folder: Path, policy: Part, critic: Part | None = None) -> None:
 
 
 def _states(policy: Part, critic: Part | None) -> dict[str, Any]:
-    states: dict[str, Any] = dict(zip((MODEL, OPTIMIZER), get_state_dict(*policy), strict=True))
+    states: dict[str, Any] = _state(policy)
     if critic is not None:
-        states[CRITIC] = dict(zip((MODEL, OPTIMIZER), get_state_dict(*critic), strict=True))
+        states[CRITIC] = _state(critic)
     return states
 
 
+def _state(part: Part) -> dict[str, Any]:
+    """Without frozen weights, which are those of model.path."""
+    model, optimizer = get_state_dict(*part)
+    frozen = _frozen(part[0])
+    return {MODEL: {name: tensor for name, tensor in model.items() if name not in frozen}, OPTIMIZER: optimizer}
+
+
+def _frozen(module: nn.Module) -> set[str]:
+    """Every name of theirs, for tied ones have several."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in parameters if not parameter.requires_grad}
+
+
 def _restore(part: Part, states: dict[str, Any]) -> None:
-    set_state_dict(*part, model_state_dict=states[MODEL], optim_state_dict=states[OPTIMIZER])
+    set_state_dict(
+        *part,
+        model_state_dict=states[MODEL],
+        optim_state_dict=states[OPTIMIZER],
+        options=StateDictOptions(strict=not _frozen(part[0])),
+    )
 
 
 def _random_states() -> dict[str, torch.Tensor]:

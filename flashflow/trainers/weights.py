@@ -1,4 +1,4 @@
-"""The weights of a checkpoint without a trainer: one process, no process group, no optimizer."""
+"""The weights of a checkpoint without a trainer: one process, no process group, no optimizer, no peft."""
 
 import warnings
 from pathlib import Path
@@ -10,11 +10,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from flashflow.errors import ConfigError
 from flashflow.trainers import checkpoint
+from flashflow.trainers.merging import merge_into
 from flashflow.trainers.state import MODEL
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Name -> whole tensor on the CPU, float32 as the trainer keeps them; of however many ranks the checkpoint is.
+    """Name -> whole tensor on the CPU, float32 as the trainer keeps them; of however many ranks the checkpoint is. Of
+    a checkpoint of LoRA these are the adapters.
 
     Raises ConfigError when `folder` holds no complete checkpoint.
     """
@@ -36,7 +38,8 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 def load_weights(model: torch.nn.Module, folder: Path) -> int:
     """Gives a model of the same architecture the weights of a checkpoint, in its own dtype; returns their version.
 
-    Raises ConfigError, before anything changed, when the checkpoint is another model's.
+    Adapters are merged into the model, which must have the weights they were trained on. Raises ConfigError, before
+    anything changed, when the checkpoint is another model's.
     """
     description = checkpoint.read_description(folder)
     # The trainer's parameters are float32, whatever the model that engines serve is.
@@ -44,6 +47,9 @@ def load_weights(model: torch.nn.Module, folder: Path) -> int:
     mistakes = checkpoint.differences(description.parameters, expected)
     if mistakes:
         raise ConfigError([f"{folder} does not fit model.path: {mistake}" for mistake in mistakes])
+    if description.adapters is not None:
+        merge_into(model, description.adapters, read_weights(folder))
+        return description.step
     missing = model.load_state_dict(read_weights(folder), strict=False).missing_keys
     lost = sorted(set(missing) & expected.keys())
     if lost:

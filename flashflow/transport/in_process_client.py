@@ -44,16 +44,17 @@ class InProcessClient:
 
     async def stream(self, message: Message, reply: type[ReplyT], *, idle_deadline_s: float) -> AsyncIterator[ReplyT]:
         message = self._wire.cross(message)
-        await self._first_appearance()
+        if not self._directory.has_seen(self._name):
+            await self._first_appearance()
         pending, call = self._pending(message, streamed=True), None
         consumed, final = 0, False
         try:
             while not final:
                 try:
-                    async with asyncio.timeout(idle_deadline_s):
-                        if call is None:
-                            call = (await self._endpoint()).start(self._me, message, pending)
-                        part, final = await pending.take()
+                    if call is None:
+                        endpoint = await self._endpoint_within(idle_deadline_s)
+                        call = endpoint.start(self._me, message, pending)
+                    part, final = await pending.take(idle_deadline_s)
                 except TimeoutError as error:
                     raise DeadlineError(
                         f"{self._name} did not send the next part for {pending.message} within {idle_deadline_s} s"
@@ -95,6 +96,14 @@ class InProcessClient:
             raise DeadlineError(
                 f"{self._name} did not listen within network.startup_deadline_s = {self._startup_deadline_s} s"
             ) from error
+
+    async def _endpoint_within(self, seconds: float) -> Endpoint:
+        """Raises TimeoutError."""
+        endpoint = self._directory.find(self._name)
+        if endpoint is not None and not self._closed:
+            return endpoint
+        async with asyncio.timeout(seconds):
+            return await self._endpoint()
 
     async def _endpoint(self) -> Endpoint:
         while not self._closed:

@@ -23,6 +23,7 @@ class Wire:
     def __init__(self, *, through_codec: bool, delay: Delay | None) -> None:
         self._through_codec = through_codec
         self._delay = delay
+        self.delays = delay is not None
 
     def cross(self, message: Message) -> Message:
         """What the other end sees: a copy with read-only arrays. Raises TransportError where the encoder does."""
@@ -50,31 +51,40 @@ class Endpoint:
         self._wire, self._handler, self._on_peer_lost = wire, handler, on_peer_lost
         self._counters, self._fail = counters, fail
         self._callers: dict[str, Peer] = {}
+        self._between: dict[Peer, str] = {}
+        """` of <caller> at <server>`, for names of tasks."""
         self._running: dict[asyncio.Task[None], tuple[Peer, Pending, ServedCall]] = {}
 
     def start(self, caller: Peer, message: Message, pending: Pending) -> ServedCall:
         """Run the handler as a task; what it replies arrives in `pending`. An outdated caller never gets an answer."""
         call = ServedCall(0, "data", streamed=pending.streamed)
-        known = self._callers.get(name_of(caller))
-        if known is not None and age(caller) < age(known):
+        if caller not in self._between and not self._introduce(caller):
             self._counters["refused_older_incarnation"] += 1
             return call
-        if known is not None and known != caller:
-            self.lose(known)
-        self._callers[name_of(caller)] = caller
         task = asyncio.create_task(
-            self._serve(caller, message, pending, call), name=f"{pending.message} of {caller} at {self.peer}"
+            self._serve(caller, message, pending, call), name=pending.message + self._between[caller]
         )
         call.task = task
         self._running[task] = (caller, pending, call)
         task.add_done_callback(self._ended)
         return call
 
+    def _introduce(self, caller: Peer) -> bool:
+        """False for one that a newer incarnation has replaced."""
+        known = self._callers.get(name_of(caller))
+        if known is not None and age(caller) < age(known):
+            return False
+        if known is not None and known != caller:
+            self.lose(known)
+        self._callers[name_of(caller)] = caller
+        self._between[caller] = f" of {caller} at {self.peer}"
+        return True
+
     def lose(self, caller: Peer) -> None:
         """The caller died or left."""
         if self.closed or self._callers.get(name_of(caller)) != caller:
             return
-        del self._callers[name_of(caller)]
+        del self._callers[name_of(caller)], self._between[caller]
         for peer, _, call in self._running.values():
             if peer == caller:
                 call.cancel()
@@ -95,10 +105,12 @@ class Endpoint:
     async def _serve(self, caller: Peer, message: Message, pending: Pending, call: ServedCall) -> None:
         receiver = name_of(caller)
         try:
-            await self._wire.travel(caller, name_of(self.peer), message)
+            if self._wire.delays:
+                await self._wire.travel(caller, name_of(self.peer), message)
             answer = await self._handler(message, caller, partial(self._emit, receiver, pending, call))
             reply = self._wire.cross(answer)
-            await self._wire.travel(self.peer, receiver, reply)
+            if self._wire.delays:
+                await self._wire.travel(self.peer, receiver, reply)
         except asyncio.CancelledError:
             if call.is_running:  # nobody asked for it: the handler cancelled itself
                 pending.put(_failure(TransportError("the handler was cancelled")), final=True)

@@ -40,7 +40,11 @@ class Link:
         self._lanes = {lane: LoopSocket(socket, on_frames, on_error) for lane, socket in self._sockets.items()}
 
     def send(self, lane: Lane, frames: Sequence[Frame]) -> None:
-        self._lanes[lane].send(frames)
+        """On data when this turn of the loop ends, on control now."""
+        if lane == "data":
+            self._lanes[lane].post(frames)
+        else:
+            self._lanes[lane].send(frames)
 
     def close(self, *, linger_ms: int) -> None:
         for socket in self._sockets.values():

@@ -23,19 +23,47 @@ class Pending:
         """From 1; 0 until it has got a credit and is sent."""
         self.answered = False
         """The final reply, or a failure, has come."""
-        self._items: asyncio.Queue[Message | FlashflowError] = asyncio.Queue()
+        self._items: deque[Message | FlashflowError] = deque()
+        self._taker: asyncio.Future[None] | None = None
 
     def put(self, item: Message | FlashflowError, *, final: bool) -> None:
         if not self.answered:
             self.answered = final
-            self._items.put_nowait(item)
+            self._add(item)
 
-    async def take(self) -> tuple[Message, bool]:
-        """The next reply and whether it is the last. Raises what the call failed with."""
-        item = await self._items.get()
+    def expire(self, error: FlashflowError) -> None:
+        """What waits for it waits no longer; it stays unanswered."""
+        self._add(error)
+
+    async def take(self, within_s: float | None = None) -> tuple[Message, bool]:
+        """The next reply and whether it is the last. One may wait at a time.
+
+        Raises what the call failed with, and TimeoutError.
+        """
+        if not self._items:
+            loop = asyncio.get_running_loop()
+            self._taker = loop.create_future()
+            timer = None if within_s is None else loop.call_later(within_s, _give_up, self._taker)
+            try:
+                await self._taker
+            finally:
+                self._taker = None
+                if timer is not None:
+                    timer.cancel()
+        item = self._items.popleft()
         if isinstance(item, FlashflowError):
             raise item
-        return item, self.answered and self._items.empty()
+        return item, self.answered and not self._items
+
+    def _add(self, item: Message | FlashflowError) -> None:
+        self._items.append(item)
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)
+
+
+def _give_up(taker: asyncio.Future[None]) -> None:
+    if not taker.done():
+        taker.set_exception(TimeoutError())
 
 
 class Credits:
@@ -47,12 +75,18 @@ class Credits:
         self._closed = ""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def acquire(self) -> None:
-        """Waits for a credit. Raises PeerLost when the client is closed."""
+    def acquire_now(self) -> bool:
+        """Takes a credit if none needs to be waited for. Raises PeerLost when the client is closed."""
         if self._closed:
             raise PeerLost(self._closed)
         if self._used < self._limit and not self._waiting:
             self._used += 1
+            return True
+        return False
+
+    async def acquire(self) -> None:
+        """Waits for a credit. Raises PeerLost when the client is closed."""
+        if self.acquire_now():
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)

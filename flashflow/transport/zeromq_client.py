@@ -16,8 +16,10 @@ from flashflow.transport import codec
 from flashflow.transport import envelope as e
 from flashflow.transport.addresses import Address, Addresses
 from flashflow.transport.channel import Peer, ReplyT
+from flashflow.transport.deadlines import Deadlines
 from flashflow.transport.link import ConnectSocket, Link
 from flashflow.transport.outstanding import Credits, Pending, checked
+from flashflow.transport.parcels import unpack
 from flashflow.transport.sessions import STREAM_WINDOW
 
 CONTROL_CREDITS = 1 << 30
@@ -53,6 +55,7 @@ class ZmqClient:
         self._outstanding: dict[int, Pending] = {}
         self._greeted: list[int] = []
         self._credits = {"call": Credits(), "stream": Credits(), "control": Credits()}
+        self._deadlines = Deadlines(self._expire)
         self._unsubscribe = addresses.subscribe(name, self._on_address)
         self._open()
 
@@ -69,11 +72,8 @@ class ZmqClient:
         pending = self._pending(message, streamed=False)
         await self._addresses.wait_for(self._name, deadline_s=self._network.startup_deadline_s)
         try:
-            async with asyncio.timeout(deadline_s):
-                await self._begin(pending)
-                answer, _ = await pending.take()
-        except TimeoutError as error:
-            raise self._deadline_error(pending, "answer", deadline_s) from error
+            await self._begin(pending, deadline_s)
+            answer, _ = await self._take(pending, deadline_s)
         finally:
             self._end(pending)
         return checked(answer, reply, asked=pending.message, by=self._name)
@@ -84,13 +84,9 @@ class ZmqClient:
         consumed, final = 0, False
         try:
             while not final:
-                try:
-                    async with asyncio.timeout(idle_deadline_s):
-                        if not pending.sequence:
-                            await self._begin(pending)
-                        part, final = await pending.take()
-                except TimeoutError as error:
-                    raise self._deadline_error(pending, "send the next part for", idle_deadline_s) from error
+                if not pending.sequence:
+                    await self._begin(pending, idle_deadline_s)
+                part, final = await self._take(pending, idle_deadline_s)
                 yield checked(part, reply, asked=pending.message, by=self._name)
                 consumed += 1
                 if consumed % (STREAM_WINDOW // 2) == 0 and not pending.answered:
@@ -138,12 +134,26 @@ class ZmqClient:
         # Streams have credits of their own: calls must get through when the streams of a suspended engine hold theirs.
         return self._credits["control" if pending.lane == "control" else "stream" if pending.streamed else "call"]
 
-    async def _begin(self, pending: Pending) -> None:
-        await self._credits_of(pending).acquire()
+    async def _begin(self, pending: Pending, deadline_s: float) -> None:
+        credits = self._credits_of(pending)
+        if not credits.acquire_now():
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await credits.acquire()
+            except TimeoutError as error:
+                raise self._deadline_error(pending, deadline_s) from error
         pending.sequence = self._next_sequence
         self._next_sequence += 1
         self._outstanding[pending.sequence] = pending
         self._transmit(pending)
+
+    async def _take(self, pending: Pending, deadline_s: float) -> tuple[Message, bool]:
+        """The next reply. Raises DeadlineError."""
+        self._deadlines.add(pending, deadline_s)
+        try:
+            return await pending.take()
+        finally:
+            self._deadlines.remove(pending, deadline_s)
 
     def _transmit(self, pending: Pending) -> None:
         call = e.Call(stamp=self._stamp(), sequence=pending.sequence, streamed=pending.streamed)
@@ -157,7 +167,11 @@ class ZmqClient:
         if not pending.answered:
             self._send("control", e.Cancel(stamp=self._stamp(), sequence=pending.sequence))
 
-    def _deadline_error(self, pending: Pending, what: str, deadline_s: float) -> DeadlineError:
+    def _expire(self, pending: Pending, deadline_s: float) -> None:
+        pending.expire(self._deadline_error(pending, deadline_s))
+
+    def _deadline_error(self, pending: Pending, deadline_s: float) -> DeadlineError:
+        what = "send the next part for" if pending.streamed else "answer"
         return DeadlineError(f"{self._name} did not {what} {pending.message} within {deadline_s} s ({self._state})")
 
     # ---- connection
@@ -218,6 +232,19 @@ class ZmqClient:
 
     def _on_frames(self, frames: list[bytes]) -> None:
         try:
+            (parcel,) = frames
+            messages = unpack(parcel)
+        except (ValueError, TransportError):
+            self._refuse("malformed")
+            return
+        for message in messages:
+            self._on_message(message)
+
+    def _on_message(self, frames: list[codec.Frame]) -> None:
+        if not frames:
+            self._refuse("malformed")
+            return
+        try:
             envelope = e.open_from_server(frames[0])
         except TransportError:
             self._refuse("malformed")
@@ -270,7 +297,7 @@ class ZmqClient:
         self._credits["stream"].set_limit(welcome.credits)
         self._on_welcome()
 
-    def _on_reply(self, sequence: int, body: list[bytes], *, final: bool) -> None:
+    def _on_reply(self, sequence: int, body: list[codec.Frame], *, final: bool) -> None:
         pending = self._outstanding.get(sequence)
         if pending is None:
             return  # cancelled meanwhile

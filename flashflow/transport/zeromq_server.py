@@ -19,6 +19,7 @@ from flashflow.transport import envelope as e
 from flashflow.transport.addresses import Address
 from flashflow.transport.channel import Handler, Peer, PeerLostHook
 from flashflow.transport.codec import Frame
+from flashflow.transport.parcels import unpack
 from flashflow.transport.sessions import ServedCall, Session, age, wait_until_ended
 from flashflow.transport.sockets import LoopSocket, PlainSocket
 
@@ -81,7 +82,17 @@ class ZmqServer:
 
     def _on_frames(self, lane: e.Lane, frames: list[bytes]) -> None:
         try:
-            identity, first, *body = frames
+            identity, parcel = frames
+            messages = unpack(parcel)
+        except (ValueError, TransportError):
+            self._refuse("malformed")
+            return
+        for message in messages:
+            self._on_message(lane, identity, message)
+
+    def _on_message(self, lane: e.Lane, identity: bytes, frames: list[Frame]) -> None:
+        try:
+            first, *body = frames
             envelope = e.open_from_caller(first)
         except (ValueError, TransportError):
             self._refuse("malformed")
@@ -126,13 +137,13 @@ class ZmqServer:
         unknown = session.reconcile(hello.outstanding, hello.next_sequence)
         self._send(session, "control", e.Welcome(stamp=self._stamp(session), unknown=unknown, credits=self._credits))
 
-    def _on_session_frame(self, lane: e.Lane, envelope: e.FromCaller, identity: bytes, body: list[bytes]) -> None:
+    def _on_session_frame(self, lane: e.Lane, envelope: e.FromCaller, identity: bytes, body: list[Frame]) -> None:
         stamp = envelope.stamp
         session = self._sessions.get(e.name_of(stamp.sender))
         if session is None or session.lost or (session.peer, session.identity) != (stamp.sender, identity):
             self._refuse("unknown_connection")
             answer = e.Stamp(self._run_id, self._me, stamp.connection, e.name_of(stamp.sender), 0)
-            self._control.send([identity, e.seal(e.Stranger(stamp=answer))])
+            self._control.send([e.seal(e.Stranger(stamp=answer))], identity)
             return
         session.silent_s = 0.0
         session.forget_below(stamp.acknowledged)
@@ -153,7 +164,7 @@ class ZmqServer:
             case e.Hello():
                 raise ContractError("a Hello is handled before its session is looked up")
 
-    def _on_call(self, session: Session, lane: e.Lane, envelope: e.Call, body: list[bytes]) -> None:
+    def _on_call(self, session: Session, lane: e.Lane, envelope: e.Call, body: list[Frame]) -> None:
         sequence = envelope.sequence
         if session.is_forgotten(sequence) or sequence in session.calls:
             self._counters["duplicates"] += 1
@@ -233,10 +244,11 @@ class ZmqServer:
         return e.Stamp(self._run_id, self._me, session.connection, e.name_of(session.peer), 0)
 
     def _send(self, session: Session, lane: e.Lane, envelope: e.Envelope, body: list[Frame] | None = None) -> None:
-        socket = self._data if lane == "data" else self._control
-        if not socket.send([session.identity, e.seal(envelope), *(body or ())]):
-            # Its connection is gone. Nothing is lost: the caller's next one asks again.
-            self._counters["unreachable"] += 1
+        frames = [e.seal(envelope), *(body or ())]
+        if lane == "data":
+            self._data.post(frames, session.identity)
+        else:
+            self._control.send(frames, session.identity)
 
 
 def _endpoint(socket: PlainSocket) -> str:

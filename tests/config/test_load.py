@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashflow.config import Config, dump_config, load_config
+from flashflow.config import Config, dump_config, load_config, stored_config
 from flashflow.config.cautions import cautions
 from flashflow.config.document import read_document, write_document
 from flashflow.config.rules import HELD_OUT_SHARE
@@ -89,6 +89,7 @@ def test_the_dumped_config_loads_again_equal(config_file, tmp_path):
     )
     again = tmp_path / "again.yaml"
     again.write_text(dump_config(config))
+    assert stored_config(again) == config
     assert load_config(again) == config
 
 

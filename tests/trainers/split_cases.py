@@ -15,17 +15,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from trainer_cases import VOCABULARY, make_batch
+from trainer_cases import VOCABULARY, make_batch, make_manifest
 
 from flashflow.algorithms.presets import PRESETS, resolve
-from flashflow.algorithms.settings import AdvantageConfig, LossConfig
+from flashflow.algorithms.settings import NO_SHAPING, AdvantageConfig, LossConfig
 from flashflow.packing import MicroBatch
-from flashflow.records import Trajectory
+from flashflow.records import ManifestRow, Trajectory
 from flashflow.shapes import safe_length
 from flashflow.trainers.batch import Consumed, consume, token_batch
 from flashflow.trainers.objectives import ActorCriticObjective, Objective, PolicyObjective
 from flashflow.trainers.passes import Passes
-from flashflow.trainers.sharding import full, make_mesh, shard
+from flashflow.trainers.sharding import full, make_mesh, shard, total
+from flashflow.trainers.share import Share, deal_rows
 
 DEVICE = torch.device("cpu")
 ALGORITHMS: dict[str, tuple[AdvantageConfig, LossConfig]] = {
@@ -91,8 +92,17 @@ def rows_of_the_step() -> list[Trajectory]:
     return rows
 
 
+def share_of(rows: list[Trajectory]) -> tuple[list[ManifestRow], Share]:
+    named = make_manifest(1, rows, 3).rows
+    hands = deal_rows(named, NO_SHAPING, 1, dist.get_world_size())
+    own = [rows[place] for place in hands[dist.get_rank()]]
+    return named, Share([row.num_tokens for row in rows], hands, dist.get_rank(), own)
+
+
 def consumed_of(rows: list[Trajectory], advantage: AdvantageConfig, loss: LossConfig) -> Consumed:
     """With prox, reference and values near the behaviour's, so that r, w and rho are not 1; each row has its own."""
+    named, share = share_of(rows)
+    rows = list(share.rows)
     longest = max(row.num_tokens for row in rows)
     noise = np.zeros((3, len(rows), longest))
     for place, row in enumerate(rows):
@@ -101,7 +111,8 @@ def consumed_of(rows: list[Trajectory], advantage: AdvantageConfig, loss: LossCo
         noise[:2, place, : row.num_tokens] += row.logprobs
     prox, reference, values = torch.from_numpy(noise)
     found = consume(
-        rows, advantage, loss, num_updates=2, reference_NT=reference if loss.needs_reference else None,
+        named, share, advantage, loss, total=lambda part: total(part, DEVICE), num_updates=2,
+        reference_NT=reference if loss.needs_reference else None,
         prox_NT=prox, values_NT=values if advantage.estimator == "gae" else None,
     )  # fmt: skip
     return replace(found, prox_NT=prox if loss.needs_prox else None)
@@ -122,7 +133,7 @@ class Step:
         rows = rows_of_the_step()
         random.Random(split.order).shuffle(rows)
         objective, consumed = self._objective(name, rows)
-        passes = Passes(rows, 3, split.max_tokens, DEVICE)
+        passes = Passes(share_of(rows)[1], 3, split.max_tokens, DEVICE)
         outcome = passes.train(objective, consumed.counted_rows, consumed.denominators(range(len(rows))))
         return outcome.losses, self._gradient()
 
@@ -131,7 +142,7 @@ class Step:
         rows = rows_of_the_step()
         objective, consumed = self._objective(name, rows)
         length = safe_length(max(row.num_tokens for row in rows))
-        batch = token_batch(rows, MicroBatch(tuple(consumed.counted_rows), length), 3, DEVICE)
+        batch = token_batch(share_of(rows)[1], MicroBatch(tuple(consumed.counted_rows), length), 3, DEVICE)
         result = objective(batch, consumed.denominators(range(len(rows))))
         result.total.backward()  # type: ignore[no-untyped-call]
         return {name: part.item() for name, part in result.parts.items()}, self._gradient()

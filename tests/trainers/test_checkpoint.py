@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from trainer_cases import make_batch, make_model, weights_of
+from trainer_cases import described, make_batch, make_model, weights_of
 
 from flashflow.config.sections import OptimizerSection
 from flashflow.errors import ConfigError
@@ -82,7 +82,7 @@ def test_saving_disturbs_nothing_and_a_checkpoint_of_step_0_loads(make_trainer: 
 def test_random_states_and_skipped_steps_come_back(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     trainer = make_trainer(preset="dr_grpo", optimizer=OptimizerSection(max_skipped_steps=5))
     manifest, rows = make_batch(1)
-    trainer.train(manifest, [msgspec.structs.replace(rows[0], reward=1e39), *rows[1:]])
+    trainer.train(*described(manifest, [msgspec.structs.replace(rows[0], reward=1e39), *rows[1:]]))
     trainer.save(tmp_path / "step-000001")
     drawn = torch.rand(3)
     other = make_trainer(preset="dr_grpo", optimizer=OptimizerSection(max_skipped_steps=5))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from plain_training import PlainAdamW, assert_same_bits, assert_weights_close, plain_logprobs
-from trainer_cases import Batch, make_batch, make_model, weights_of
+from trainer_cases import Batch, described, make_batch, make_model, weights_of
 
 from flashflow.config.sections import CriticSection, OptimizerSection
 from flashflow.errors import BudgetError, ConfigError
@@ -41,7 +41,7 @@ def with_observations(batch: Batch) -> Batch:
         mask[hole], logprobs[hole], versions[hole] = 0, 0, -1
         holed.append(msgspec.structs.replace(row, mask=mask, logprobs=logprobs, versions=versions))
     holed[1] = msgspec.structs.replace(holed[1], reward=None, outcome="failed")
-    return manifest, holed
+    return described(manifest, holed)
 
 
 # ---- an independent implementation in float64
@@ -247,12 +247,12 @@ def test_gradients_of_the_critic_that_are_not_finite_are_skipped_counted_and_bou
     trainer = make_trainer(preset="ppo", critic=section, optimizer=OptimizerSection(max_skipped_steps=9))
     manifest, rows = make_batch(1)
     broken = [msgspec.structs.replace(rows[0], reward=1e30), *rows[1:]]
-    assert trainer.train(manifest, broken).metrics["critic_skipped_steps"] == 1
+    assert trainer.train(*described(manifest, broken)).metrics["critic_skipped_steps"] == 1
     assert not head_of(trainer)[0].any()
     manifest, rows = make_batch(2)
     broken = [msgspec.structs.replace(rows[0], reward=1e30), *rows[1:]]
     with pytest.raises(BudgetError, match=r"critic\.max_skipped_steps: 1\); lower critic\.lr"):
-        trainer.train(manifest, broken)
+        trainer.train(*described(manifest, broken))
 
 
 def test_a_critic_nobody_asked_for_or_of_a_smaller_vocabulary_is_refused(
@@ -283,9 +283,7 @@ def test_a_critic_learns_what_does_not_change(make_trainer: MakeTrainer) -> None
     explained, errors = [], []
     _, rows = make_batch(1)
     for step in range(1, 7):
-        manifest, _ = make_batch(step)
-        manifest = msgspec.structs.replace(manifest, rows=make_batch(1)[0].rows)
-        metrics = trainer.train(manifest, rows).metrics
+        metrics = trainer.train(*described(make_batch(step)[0], rows)).metrics
         explained.append(metrics["explained_variance"])
         errors.append(metrics["value_loss"])
     assert explained[0] == 0
@@ -294,12 +292,16 @@ def test_a_critic_learns_what_does_not_change(make_trainer: MakeTrainer) -> None
 
 
 def test_the_explained_variance_by_hand() -> None:
+    def alone(part: torch.Tensor) -> torch.Tensor:
+        return part
+
     returns, mask = torch.tensor([[1.0, 2.0, 3.0, 9.0]]), torch.tensor([[True, True, True, False]])
-    assert explained_variance(returns, returns, mask) == 1
-    assert explained_variance(torch.full((1, 4), 7.0), returns, mask) == 0
-    assert explained_variance(torch.tensor([[1.0, 2.0, 4.0, 0.0]]), returns, mask) == pytest.approx(1 - (1 / 3) / 1)
-    assert explained_variance(returns, torch.ones(1, 4), mask) == 0
-    assert math.isfinite(explained_variance(returns, returns, torch.zeros(1, 4, dtype=torch.bool)))
+    assert explained_variance(returns, returns, mask, alone) == 1
+    assert explained_variance(torch.full((1, 4), 7.0), returns, mask, alone) == 0
+    values = torch.tensor([[1.0, 2.0, 4.0, 0.0]])
+    assert explained_variance(values, returns, mask, alone) == pytest.approx(1 - (1 / 3) / 1)
+    assert explained_variance(returns, torch.ones(1, 4), mask, alone) == 0
+    assert math.isfinite(explained_variance(returns, returns, torch.zeros(1, 4, dtype=torch.bool), alone))
 
 
 def test_the_critic_computes_its_values_in_float32_over_a_bfloat16_backbone(make_trainer: MakeTrainer) -> None:

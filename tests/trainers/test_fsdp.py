@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from plain_training import PlainAdamW, assert_same_bits, assert_weights_close, plain_logprobs
-from trainer_cases import Batch, make_batch, make_manifest, make_model, make_trajectory, weights_of
+from trainer_cases import Batch, described, make_batch, make_manifest, make_model, make_trajectory, weights_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 
@@ -215,6 +215,36 @@ def test_an_exact_engine_and_the_trainer_agree_to_the_last_bit(make_trainer: Mak
     assert metrics["w_max"] == pytest.approx(1, abs=0 if engine.exact else 1e-3)
 
 
+def test_long_sequences_need_no_more_padding_than_their_keys(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(micro_batch_tokens=1500)
+    attached = attach(trainer.stage())
+    engine = TorchEngine(make_model(seed=9), slots=8, max_context_tokens=1024)
+    engine.load(0, attached.tensors)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 300, size).tolist() for size in (120, 129, 195, 250, 380, 505, 640, 1000)]
+    rows = generated(engine, prompts, [20, 3, 9, 12, 8, 20, 5, 20], 1.0)
+    found = trainer.logprobs(rows)
+    gap = max(float(np.abs(one - row.logprobs).max()) for one, row in zip(found, rows, strict=True))
+    assert gap == 0 if engine.exact else gap < 1e-4
+    metrics = trainer.train(make_manifest(1, rows, len(rows)), rows).metrics
+    assert metrics["padding_fraction"] < 0.25, "a sequence of 129 tokens is not padded to 512"
+    assert metrics["w_max"] == pytest.approx(1, abs=0 if engine.exact else 1e-3)
+
+
+def test_the_gradient_does_not_see_the_padding_of_the_keys() -> None:
+    tokens = torch.randint(0, 300, (2, 208), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(208).expand(2, 208) >= torch.tensor([[150], [20]])
+    model = make_model()
+    scorer = TokenScorer(model, 1.0)
+    gradients = []
+    for length in (208, 512):
+        padded, counted = (torch.nn.functional.pad(part, (0, length - 208)) for part in (tokens, mask))
+        logprobs, _ = scorer(padded, counted)
+        gradients.append(torch.autograd.grad(logprobs.sum(), list(model.parameters())))
+    for short, long in zip(*gradients, strict=True):
+        torch.testing.assert_close(short, long, rtol=1e-4, atol=1e-4)
+
+
 # ---- what counts, and what is refused
 
 
@@ -223,7 +253,7 @@ def test_a_failed_member_leaves_baseline_and_loss(make_trainer: MakeTrainer) -> 
     rows = [replace(row, reward=None, outcome="failed") if place in (1, 6) else row for place, row in enumerate(rows)]
     weights, losses, _ = plain_training([(manifest, rows)], SECTION)
     trainer = make_trainer(optimizer=SECTION)
-    result = trainer.train(manifest, rows)
+    result = trainer.train(*described(manifest, rows))
     assert result.metrics["loss"] == pytest.approx(losses[0], abs=1e-6)
     assert result.metrics["failed_fraction"] == 2 / 12
     assert result.metrics["tokens_trained"] == sum(row.num_sampled for row in rows if row.reward is not None)
@@ -238,7 +268,7 @@ def test_rows_without_advantage_are_measured_and_leaving_out_their_gradient_chan
     rows = [replace(row, reward=0.5) if row.sample.group == 0 else row for row in rows]
     # A term too small to matter makes every row take the pass with gradient.
     quick, thorough = make_trainer(preset=preset), make_trainer(preset=preset, entropy_coefficient=1e-30)
-    found, expected = quick.train(manifest, rows).metrics, thorough.train(manifest, rows).metrics
+    found, expected = (trainer.train(*described(manifest, rows)).metrics for trainer in (quick, thorough))
     assert found["tokens_trained"] == sum(row.num_sampled for row in rows)
     for name in ("loss", "grad_norm", "rho_mean", "rho_max", "mismatch_k3", "entropy"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
@@ -247,7 +277,7 @@ def test_rows_without_advantage_are_measured_and_leaving_out_their_gradient_chan
 
 def test_a_batch_without_signal_still_lets_the_moments_act(make_trainer: MakeTrainer) -> None:
     manifest, rows = make_batch(2)
-    batches = [make_batch(1), (manifest, [replace(row, reward=1.0) for row in rows])]
+    batches = [make_batch(1), described(manifest, [replace(row, reward=1.0) for row in rows])]
     weights, _, _ = plain_training(batches, SECTION)
     trainer = make_trainer(optimizer=SECTION)
     for batch in batches:
@@ -259,7 +289,7 @@ def test_a_batch_without_a_usable_row_moves_nothing_and_says_so(make_trainer: Ma
     manifest, rows = make_batch(1)
     trainer = make_trainer()
     before = weights_of(trainer)
-    result = trainer.train(manifest, [replace(row, reward=None, outcome="failed") for row in rows])
+    result = trainer.train(*described(manifest, [replace(row, reward=None, outcome="failed") for row in rows]))
     assert (result.metrics["loss"], result.metrics["grad_norm"], result.metrics["empty_batch"]) == (0, 0, 1)
     assert trainer.step == 1
     assert_same_bits(weights_of(trainer), before)
@@ -270,13 +300,15 @@ def test_rows_that_are_not_the_next_manifests_are_refused(make_trainer: MakeTrai
     with pytest.raises(ContractError, match="manifest 2 handed to a trainer at step 0"):
         trainer.train(*make_batch(2))
     manifest, rows = make_batch(1)
-    with pytest.raises(ContractError, match="names 12 samples, 11 came"):
+    with pytest.raises(ContractError, match="names 12 samples for this rank, 11 came"):
         trainer.train(manifest, rows[:-1])
     with pytest.raises(ContractError, match="row 0 is g0m0, g0m1 came"):
         trainer.train(manifest, [rows[1], rows[0], *rows[2:]])
     unprompted = replace(rows[0], mask=np.ones_like(rows[0].mask))
-    with pytest.raises(ContractError, match="g0m0: its first token is sampled"):
+    with pytest.raises(ContractError, match=r"g0m0: manifest 1 says (\d+) tokens, .* \1 and \1 came"):
         trainer.train(manifest, [unprompted, *rows[1:]])
+    with pytest.raises(ContractError, match="g0m0: its first token is sampled"):
+        trainer.train(*described(manifest, [unprompted, *rows[1:]]))
     assert trainer.step == 0
 
 
@@ -292,7 +324,7 @@ def test_a_nan_log_probability_names_its_sample(make_trainer: MakeTrainer) -> No
 def test_a_gradient_that_is_not_finite_is_skipped_counted_and_bounded(make_trainer: MakeTrainer) -> None:
     def exploding(step: int) -> Batch:
         manifest, rows = make_batch(step)
-        return manifest, [replace(rows[0], reward=1e39), *rows[1:]]
+        return described(manifest, [replace(rows[0], reward=1e39), *rows[1:]])
 
     trainer = make_trainer(preset="dr_grpo", optimizer=OptimizerSection(lr=1e-2, max_skipped_steps=2))
     before = weights_of(trainer)
@@ -338,7 +370,7 @@ def test_a_kl_penalty_in_the_reward_is_summed_per_sequence_before_the_baseline(m
         assert row.reward is not None
         penalised.append(replace(row, reward=row.reward - 0.05 * float(ratio.sum())))
     direct, by_config = make_trainer(), make_trainer(kl_coefficient=0.05, kl_placement="reward")
-    direct.train(manifest, penalised)
+    direct.train(*described(manifest, penalised))
     result = by_config.train(manifest, rows)
     assert_weights_close(weights_of(by_config), weights_of(direct), 1e-5)
     assert result.metrics["reward_mean"] == np.mean([row.reward for row in rows]), "metrics show the raw reward"

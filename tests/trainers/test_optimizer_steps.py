@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from plain_training import PlainAdamW, assert_same_bits, assert_weights_close, plain_logprobs
-from trainer_cases import make_batch, make_model, weights_of
+from trainer_cases import described, make_batch, make_model, weights_of
 
 from flashflow.config.sections import OptimizerSection
 from flashflow.records import Trajectory
-from flashflow.trainers.batch import split_by_group
 from flashflow.trainers.fsdp import FsdpTrainer
+from flashflow.trainers.share import split_by_group
 
 MakeTrainer = Callable[..., FsdpTrainer]
 SECTION = OptimizerSection(lr=1e-2, eps=1e-3, clip_norm=0.5)
@@ -134,14 +134,14 @@ def test_a_part_without_a_usable_row_is_a_step_without_gradient(make_trainer: Ma
     rows = [
         msgspec.structs.replace(row, reward=None, outcome="failed") if row.sample.group == 1 else row for row in rows
     ]
-    whole = make_trainer(optimizer_steps=2).train(manifest, rows).metrics
+    whole = make_trainer(optimizer_steps=2).train(*described(manifest, rows)).metrics
     assert whole["optimizer_steps"] == 2
     assert whole["skipped_steps"] == 0
     assert math.isfinite(whole["grad_norm"])
 
 
 def test_groups_are_split_whole_and_in_order() -> None:
-    _, rows = make_batch(1, groups=4, group_size=2)
+    rows = make_batch(1, groups=4, group_size=2)[0].rows
     assert split_by_group(rows, 1) == [list(range(8))]
     assert split_by_group(rows, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert split_by_group(rows, 3) == [[0, 1], [2, 3], [4, 5, 6, 7]]

@@ -12,6 +12,9 @@ from two_ranks import make, run, second_batch
 
 from flashflow.trainers import checkpoint
 
+PACKING = ("num_micro_batches", "padding_fraction")
+"""Metrics of how the work was cut."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["one step", "several steps", "value_head", "model"])
@@ -27,12 +30,12 @@ def test_two_ranks_of_which_one_idles_train_what_one_does(tmp_path: Path, case: 
             rank.kill()
     alone = make("test-one-rank", case)
     expected = run(alone, tmp_path)
-    if case == "one step":
-        assert [metrics["num_micro_batches"] for metrics in expected["metrics"]] == [3, 4]
     outcomes = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
     for outcome in outcomes:
         for found, wanted in zip(outcome["metrics"], expected["metrics"], strict=True):
-            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+            assert set(found) == set(wanted)
+            shared = {name: found[name] for name in found if name not in PACKING}
+            assert shared == pytest.approx({name: wanted[name] for name in shared}, rel=1e-4, abs=1e-6)
         assert list(outcome["weights"]) == list(expected["weights"])
         for name, tensor in expected["weights"].items():
             torch.testing.assert_close(outcome["weights"][name], tensor, rtol=0, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -55,6 +56,11 @@ def make_manifest(step: int, rows: list[Trajectory], group_size: int) -> Manifes
         for row in rows
     ]  # fmt: skip
     return Manifest(step=step, rows=named, group_size=group_size, rng_key=2**64 - step)
+
+
+def described(manifest: Manifest, rows: list[Trajectory]) -> Batch:
+    """Other rows in the place of the manifest's, and what it says of them."""
+    return msgspec.structs.replace(manifest, rows=make_manifest(manifest.step, rows, 1).rows), rows
 
 
 def make_batch(step: int, *, groups: int = 3, group_size: int = 4, longest: int = 60, seed: int = 0) -> Batch:

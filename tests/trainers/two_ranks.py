@@ -10,10 +10,11 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-from trainer_cases import Batch, make_batch, make_model, weights_of
+from trainer_cases import Batch, described, make_batch, make_model, weights_of
 
 from flashflow.algorithms.presets import resolve
 from flashflow.config.sections import CriticSection, OptimizerSection
+from flashflow.trainers.base import TrainResult
 from flashflow.trainers.fsdp import FsdpTrainer
 
 BUDGET = 200
@@ -36,14 +37,19 @@ def make(run_id: str, case: str) -> FsdpTrainer:
 def second_batch() -> Batch:
     """With a member that failed and, its only mate being left, a group that is measured but has no gradient."""
     manifest, rows = make_batch(2, groups=5, group_size=2)
-    return manifest, [msgspec.structs.replace(rows[0], reward=None, outcome="failed"), *rows[1:]]
+    return described(manifest, [msgspec.structs.replace(rows[0], reward=None, outcome="failed"), *rows[1:]])
+
+
+def train_own(trainer: FsdpTrainer, batch: Batch) -> TrainResult:
+    manifest, rows = batch
+    return trainer.train(manifest, [rows[place] for place in trainer.rows_of(manifest)])
 
 
 def run(trainer: FsdpTrainer, folder: Path) -> dict[str, object]:
     """The outcome of two steps, a checkpoint in between."""
-    results = [trainer.train(*make_batch(1))]
+    results = [train_own(trainer, make_batch(1))]
     trainer.save(folder / "step-000001")
-    results.append(trainer.train(*second_batch()))
+    results.append(train_own(trainer, second_batch()))
     return {"metrics": [result.metrics for result in results], "weights": weights_of(trainer)}
 
 

@@ -173,7 +173,7 @@ def test_a_larger_model_gets_new_segments_and_the_old_ones_go(run_id: str) -> No
 
 def test_gather_is_applied_to_each_tensor_before_its_copy(run_id: str) -> None:
     stage = WeightStage(run_id)
-    weights = stage.stage(0, {"w": torch.ones(3)}, gather=lambda tensor: tensor * 5)
+    weights = stage.stage(0, {"w": torch.ones(3)}, gather=lambda name, tensor: tensor * 5)
     attached = attach(weights)
     attached.verify()
     assert attached.tensors["w"].tolist() == [5, 5, 5]

@@ -24,6 +24,7 @@ from flashflow.transport import codec
 from flashflow.transport import envelope as e
 from flashflow.transport.addresses import Address, Addresses
 from flashflow.transport.channel import Emit, Handler, Peer
+from flashflow.transport.parcels import pack, unpack
 from flashflow.transport.security import RunKey, create_run_key, load_run_key
 from flashflow.transport.sessions import STREAM_WINDOW
 from flashflow.transport.zeromq import ZmqTransport
@@ -403,6 +404,7 @@ class RawCaller:
 
     def __init__(self, context: zmq.asyncio.Context, address: Address, peer: Peer, *, run_id: str = "run") -> None:
         self.peer, self.run_id = peer, run_id
+        self.received: dict[str, list[list[codec.Frame]]] = {"data": [], "control": []}
         self.lanes = {"data": context.socket(zmq.DEALER), "control": context.socket(zmq.DEALER)}
         for lane, endpoint in (("data", address.data), ("control", address.control)):
             self.lanes[lane].routing_id = str(peer).encode()
@@ -413,10 +415,12 @@ class RawCaller:
 
     async def send(self, lane: str, envelope: e.Envelope, message: m.Message | None = None) -> None:
         body = codec.encode(message) if message is not None else []
-        await self.lanes[lane].send_multipart([e.seal(envelope), *body])
+        await self.lanes[lane].send(pack([[e.seal(envelope), *body]]))
 
     async def receive(self, lane: str) -> tuple[e.FromServer, m.Message | None]:
-        first, *body = await self.lanes[lane].recv_multipart()
+        if not self.received[lane]:
+            self.received[lane] = unpack(await self.lanes[lane].recv())
+        first, *body = self.received[lane].pop(0)
         return e.open_from_server(first), codec.decode(body) if body else None
 
     async def hello(self) -> e.Welcome:
@@ -510,17 +514,17 @@ def test_frames_of_another_run_of_another_target_and_garbage_are_refused_and_cou
         await stranger.send("control", e.Hello(stamp=stranger.stamp(), next_sequence=1, outstanding=[]))
         caller = make(Peer("env", 5, 0))
         await caller.send("control", e.Hello(stamp=caller.stamp(to="proxy-0"), next_sequence=1, outstanding=[]))
-        for garbage in (b"", b"\xc1", b"\x00" * 100, e.seal(e.Welcome(stamp=caller.stamp(), unknown=[], credits=1))):
-            await caller.lanes["control"].send_multipart([garbage])
+        for garbage in (b"", b"\xc1", b"\x00" * 100, pack([[]]), pack([[b"\xc1"]])):
+            await caller.lanes["control"].send(garbage)
+        await caller.send("control", e.Welcome(stamp=caller.stamp(), unknown=[], credits=1))
         await caller.hello()
         # An own round trip of the stranger cannot be had: it gets no answers. Its one frame was sent first of all.
-        await caller.lanes["data"].send_multipart(
-            [e.seal(e.Call(stamp=caller.stamp(), sequence=1, streamed=False)), b"\xc1"]
-        )
+        call = e.Call(stamp=caller.stamp(), sequence=1, streamed=False)
+        await caller.lanes["data"].send(pack([[e.seal(call), b"\xc1"]]))
         failure, _ = await caller.receive("data")
         assert isinstance(failure, e.Failure)
         assert failure.kind == "TransportError"
-        assert pair.server.counters["refused_malformed"] == 5
+        assert pair.server.counters["refused_malformed"] == 7
         assert pair.server.counters["refused_other_target"] == 1
         while not pair.server.counters["refused_other_run"]:
             await caller.round_trip()

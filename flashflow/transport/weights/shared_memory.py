@@ -45,14 +45,15 @@ class WeightStage:
         self,
         version: int,
         named_tensors: Mapping[str, torch.Tensor],
-        gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        gather: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
         dtype: torch.dtype | None = None,
         *,
         fresh: bool = False,
     ) -> SharedWeights:
         """Copies the tensors, of any device, into the segment whose turn it is.
 
-        `gather` turns each tensor into its full form just before its copy, so that only one is gathered at a time.
+        `gather` turns each named tensor into its full form just before its copy, so that only one is gathered at a
+        time.
         `fresh`: into a new segment; who still reads the old one keeps it, whole, until it lets go.
         `dtype`: floating-point tensors are staged in it; None: each in its own.
         """
@@ -62,7 +63,9 @@ class WeightStage:
         specs = []
         for placement in plan.placements:
             tensor = named_tensors[placement.info.name].detach()
-            specs.append(_copy_in(whole, placement, gather(tensor) if gather else tensor))
+            if gather is not None:
+                tensor = gather(placement.info.name, tensor)
+            specs.append(_copy_in(whole, placement, tensor))
         return SharedWeights(version=version, segment=name, nbytes=plan.nbytes, tensors=specs)
 
     def close(self) -> None:
