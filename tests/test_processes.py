@@ -187,6 +187,32 @@ def test_a_killed_process_is_replaced_and_every_planned_step_is_trained(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("role", ["buffer-0", "env-0"])
+def test_with_redundancy_and_deadlines_too_a_killed_process_costs_no_step(tmp_path, role):
+    overrides = {
+        "run.steps": 10,
+        "rollout.alpha": 1,
+        "rollout.redundant_groups": 1,
+        "rollout.redundant_members": 1,
+        "rollout.straggler_deadline_s": 20,
+        "rollout.min_members": 3,
+        "placement.env": 2,
+        "network.peer_deadline_s": 3,
+    }
+    run = Run(make_ring(tmp_path, overrides=overrides))
+    run.until_step(3)
+    os.kill(children(run.process.pid)[role], signal.SIGKILL)
+    code, output, _ = run.end()
+    assert code == 0, output
+    lines = metrics(run.path)
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert max(line["staleness_max"] for line in lines) <= 1
+    states = ("admitted", "leased", "committed", "consumed", "filtered", "failed", "expired", "surplus")
+    assert lines[-1]["ledger_submitted"] == sum(lines[-1][f"ledger_{state}"] for state in states)
+    assert lines[-1]["ledger_surplus"] > 0
+
+
+@pytest.mark.slow
 def test_a_killed_supervisor_leaves_no_process_behind_and_the_run_resumes(tmp_path):
     run = Run(make_ring(tmp_path, overrides={"run.steps": 500, "rollout.alpha": 1}))
     run.until_step(2)
