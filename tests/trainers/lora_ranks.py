@@ -14,6 +14,7 @@ from trainer_cases import make_batch, make_model, weights_of
 
 from flashflow.algorithms.presets import resolve
 from flashflow.config.sections import LoraSection, OptimizerSection
+from flashflow.trainers.base import TrainResult
 from flashflow.trainers.fsdp import FsdpTrainer
 
 Dtype = Literal["float32", "bfloat16"]
@@ -30,11 +31,16 @@ def make(run_id: str, dtype: Dtype) -> FsdpTrainer:
     )  # fmt: skip
 
 
+def train(trainer: FsdpTrainer, step: int) -> TrainResult:
+    manifest, rows = make_batch(step, groups=4)
+    return trainer.train(manifest, [rows[place] for place in trainer.rows_of(manifest)])
+
+
 def run(trainer: FsdpTrainer, folder: Path) -> dict[str, object]:
     """The outcome of two steps, a checkpoint in between."""
-    first = trainer.train(*make_batch(1, groups=4))
+    first = train(trainer, 1)
     trainer.save(folder / "step-000001")
-    second = trainer.train(*make_batch(2, groups=4))
+    second = train(trainer, 2)
     logprobs = trainer.logprobs(make_batch(3)[1])
     return {"metrics": [first.metrics, second.metrics], "weights": weights_of(trainer), "logprobs": logprobs}
 

@@ -35,11 +35,16 @@ def test_two_ranks_train_and_publish_the_adapters_that_one_does(tmp_path: Path, 
     if dtype == "float32":
         for outcome in outcomes:
             for found, wanted in zip(outcome["metrics"], expected["metrics"], strict=True):
-                assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+                assert without_cut(found) == pytest.approx(without_cut(wanted), rel=1e-4, abs=1e-5)
             for name, tensor in expected["weights"].items():
                 torch.testing.assert_close(outcome["weights"][name], tensor, rtol=0, atol=1e-5)
     assert_the_checkpoint_of_two_ranks_is_used_on_one(alone, folder, outcomes[0], dtype)
     alone.close()
+
+
+def without_cut(metrics: dict[str, float]) -> dict[str, float]:
+    """But for how the work is cut, which goes by the number of ranks."""
+    return {name: value for name, value in metrics.items() if name not in ("num_micro_batches", "padding_fraction")}
 
 
 def assert_the_checkpoint_of_two_ranks_is_used_on_one(
