@@ -50,9 +50,9 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    "0.13M": Setting(groups=32, steps=30, snapshot_steps=2, lr=3e-4, mark=0.85, problems=512),
+    "0.13M": Setting(groups=32, steps=40, snapshot_steps=5, lr=3e-4, mark=0.85, problems=512),
     # Larger steps unlearn what the model knows: at 3e-4 it falls to nothing.
-    "8.9M": Setting(groups=16, steps=16, snapshot_steps=2, lr=6e-5, mark=0.5, problems=256),
+    "8.9M": Setting(groups=16, steps=16, snapshot_steps=4, lr=6e-5, mark=0.5, problems=256),
 }
 
 
@@ -107,6 +107,7 @@ def run_flashflow(way: Way, setting: Setting, model: Path, folder: Path, seed: i
         f"rollout.group_size={GROUP_SIZE}", f"batch.groups={setting.groups}", "evaluation.every_steps=0",
         f"checkpoint.every_steps={setting.snapshot_steps}", "checkpoint.keep=1000", f"optimizer.lr={setting.lr}",
         "optimizer.warmup_steps=0", f"placement.threads={way.threads}",
+        f"engine.slots={min(128, setting.groups * GROUP_SIZE)}",
     ]  # fmt: skip
     execute(arguments, way, folder)
     run = folder / "quickstart"
