@@ -1,6 +1,7 @@
 """What the simulated parts tell of their time: who did what from when to when; and its trace for Perfetto."""
 
 import json
+import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -51,13 +52,17 @@ class Recorder:
         """What ends from now on was cut off."""
         self._closed = True
 
-    def lane_seconds(self, kind: str, since: float = 0.0) -> float:
-        """Busy seconds from `since` on of all lanes of the roles `kind`-0, `kind`-1, ... together."""
-        return sum(max(0.0, end - max(start, since)) for role in self._of(kind) for start, end in self._stretches(role))
+    def lane_seconds(self, kind: str, since: float = 0.0, until: float = math.inf) -> float:
+        """Busy seconds between the two of all lanes of the roles `kind`-0, `kind`-1, ... together."""
+        return sum(
+            max(0.0, min(end, until) - max(start, since))
+            for role in self._of(kind)
+            for start, end in self._stretches(role)
+        )
 
-    def busy_seconds(self, kind: str, since: float = 0.0) -> float:
+    def busy_seconds(self, kind: str, since: float = 0.0, until: float = math.inf) -> float:
         """The same, but a role that is busy with several things counts once."""
-        return sum(_union(sorted(self._stretches(role)), since) for role in self._of(kind))
+        return sum(_union(sorted(self._stretches(role)), since, until) for role in self._of(kind))
 
     def _of(self, kind: str) -> Iterator[str]:
         return (role for role in sorted(self._busy) if role.rpartition("-")[0] == kind)
@@ -89,11 +94,11 @@ def write_trace(path: Path, spans: Iterable[Span]) -> None:
     path.write_text(json.dumps({"traceEvents": events}, separators=(",", ":")), encoding="utf-8")
 
 
-def _union(stretches: Iterable[tuple[float, float]], since: float) -> float:
-    """Length of the union of stretches in order of their starts, from `since` on."""
+def _union(stretches: Iterable[tuple[float, float]], since: float, until: float) -> float:
+    """Length of the union of stretches in order of their starts, of what of it lies between the two."""
     total, reached = 0.0, since
     for start, end in stretches:
-        if end > reached:
+        if (end := min(end, until)) > max(start, reached):
             total += end - max(start, reached)
             reached = end
     return total

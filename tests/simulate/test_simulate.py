@@ -99,6 +99,7 @@ def test_busy_time_counts_a_lane_once_and_a_role_once():
     spans.add("trainer-0", 0, "y", 0.0, 9.0)
     assert (spans.lane_seconds("engine"), spans.busy_seconds("engine")) == (5.0, 4.0)
     assert (spans.lane_seconds("engine", since=1.5), spans.busy_seconds("engine", since=1.5)) == (3.0, 2.5)
+    assert (spans.lane_seconds("engine", 1.5, 5.5), spans.busy_seconds("engine", 1.5, 5.5)) == (2.5, 2.0)
 
 
 def test_a_real_config_cannot_be_simulated(tmp_path):
