@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from flashflow.errors import BudgetError
-from flashflow.messages import AwaitRevoked, EnginesPaused, Evaluate, JournalStatusRequest, NextBatch, RevokedLease
+from flashflow.messages import AwaitRevoked, EnginesPaused, Evaluate, JournalStatusRequest, LeaseName, NextBatch
 from flashflow.records import SampleId
 from flashflow.transport.channel import Peer
 from tests.roles.buffer_fleet import ENV, LONG_POLL_S, OTHER_ENV, run
@@ -155,7 +155,7 @@ def test_what_an_evaluation_no_longer_waits_for_is_revoked(tmp_path):
         late = await fleet.lease()
         await evaluating
         reply = await fleet.ask(AwaitRevoked(), ENV)
-        assert reply.leases == [RevokedLease(late.sample, late.lease_epoch, "eval")]
+        assert reply.leases == [LeaseName(late.sample, late.lease_epoch, "eval")]
 
     run(tmp_path, scenario, problems=1)
 

@@ -233,3 +233,13 @@ def test_a_stream_in_which_everything_is_filtered_is_an_error_that_names_the_fil
     filters = FilterConfig(dynamic=True, max_filtered_fraction=0.5)
     with pytest.raises(RemoteError, match=match):
         ring(filters=filters, within_s=1000, **options)
+
+
+def test_what_attempts_wait_for_an_engine_counts_against_no_deadline():
+    """64 attempts of 10 s each in two slots: the last waits for five minutes."""
+    played = ring(
+        steps=2, groups=16, group_size=2, alpha=1.0, num_engines=1, slots=2, num_envs=1, concurrency=64,
+        length_of=lambda sample: 100, trajectory_deadline_s=60.0, turn_deadline_s=50.0,
+    )  # fmt: skip
+    assert len(played.manifests) == 2
+    assert (played.ledger.num_retries, played.ledger.num_superseded, played.ledger.tokens_wasted) == (0, 0, 0)
