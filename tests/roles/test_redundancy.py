@@ -196,3 +196,15 @@ def test_redundancy_shortens_the_steps(tmp_path):
     plain = play(tmp_path / "plain", steps=8, alpha=0.0, length_of=lengths(1))
     redundant = play(tmp_path / "redundant", steps=8, alpha=0.0, length_of=lengths(1), redundant_groups=2)
     assert redundant.taken_at[-1] < plain.taken_at[-1]
+
+
+def test_redundant_members_that_are_not_needed_are_no_failures(tmp_path):
+    async def scenario(fleet):
+        await fleet.serve(0)
+        leases = [await fleet.lease() for _ in range(16)]
+        for lease in leases:
+            if lease.sample.member < 2:
+                assert await fleet.commit(lease) == "accepted"
+        assert len((await fleet.batch(1)).rows) == 4
+
+    run(tmp_path, scenario, redundant_members=6, max_failed_fraction=0.1)
