@@ -243,3 +243,13 @@ def test_what_attempts_wait_for_an_engine_counts_against_no_deadline():
     )  # fmt: skip
     assert len(played.manifests) == 2
     assert (played.ledger.num_retries, played.ledger.num_superseded, played.ledger.tokens_wasted) == (0, 0, 0)
+
+
+def test_short_waits_count_as_little_as_long_ones_and_deadlines_may_be_shorter_than_a_long_poll():
+    """Attempts of 2 s wait for a slot up to a minute; told of only every long poll, they would all time out."""
+    played = ring(
+        steps=2, groups=16, group_size=4, alpha=0.0, num_engines=1, slots=2, num_envs=1, concurrency=64,
+        length_of=lambda sample: 20, long_poll_s=40.0, turn_deadline_s=10.0, trajectory_deadline_s=14.0,
+    )  # fmt: skip
+    assert len(played.manifests) == 2
+    assert played.ledger.num_retries == 0
