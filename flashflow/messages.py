@@ -55,22 +55,25 @@ class NoLease(Message):
     """True: nothing will ever come any more; the env may leave."""
 
 
-class AwaitRevoked(Message):
-    """Asks which leases of this env have ended under it; answered by Revoked, empty after `long_poll_s`."""
-
-
-class RevokedLease(msgspec.Struct, frozen=True, array_like=True):
-    """An attempt whose outcome nobody wants any more."""
+class LeaseName(msgspec.Struct, frozen=True, array_like=True):
+    """One lease of an env."""
 
     sample: SampleId
     lease_epoch: int
     purpose: Purpose
 
 
+class AwaitRevoked(Message):
+    """Asks which leases of this env have ended under it; answered by Revoked, empty after `long_poll_s`."""
+
+    late: list[LeaseName] = []
+    """Older than `trajectory_deadline_s`, and alive: what they waited for engines does not count."""
+
+
 class Revoked(Message):
     """Their attempts are to be aborted at the engine and reported as failed, with what they sampled. Told once."""
 
-    leases: list[RevokedLease]
+    leases: list[LeaseName]
 
 
 class AwaitScoring(Message):

@@ -155,7 +155,7 @@ def _single_threaded() -> bool:
 
 
 def _fork(end: socket.socket, order: Order, link: int, log: int) -> int:
-    """The pid of the role process, whose parent is no longer this one."""
+    """The pid of the role process, whose parent is no longer this one; 0 when it could not be forked."""
     reading, writing = os.pipe()
     parent = os.fork()
     if parent == 0:
@@ -169,10 +169,10 @@ def _fork(end: socket.socket, order: Order, link: int, log: int) -> int:
         for descriptor in (reading, writing, end.fileno()):
             os.close(descriptor)
         _become(order, link, log)
+    os.close(writing)  # first, or nobody would ever end the pipe of a process that died before it wrote
     os.waitpid(parent, 0)
     child = int.from_bytes(os.read(reading, 4))
     os.close(reading)
-    os.close(writing)
     return child
 
 

@@ -141,7 +141,7 @@ class Buffer:
             case AcquireLease():
                 return await self._leasing.acquire(peer)
             case AwaitRevoked():
-                return await self._leasing.revoked(peer)
+                return await self._leasing.revoked(peer, message.late)
             case AwaitScoring():
                 return await self._leasing.may_score(message.sample, message.lease_epoch)
             case Commit():

@@ -43,9 +43,9 @@ from flashflow.messages import (
     Generate,
     GenerateReply,
     Lease,
+    LeaseName,
     NoLease,
     Revoked,
-    RevokedLease,
     SamplingKey,
     Score,
     ScoreReply,
@@ -167,16 +167,21 @@ class EnvRole:
         """Aborts attempts that the buffer no longer wants, at the engine too."""
         deadline_s = self._network.long_poll_s + self._network.call_deadline_s
         while True:
-            revoked = await self._buffer.call(AwaitRevoked(), Revoked, deadline_s=deadline_s)
+            revoked = await self._buffer.call(AwaitRevoked(late=self._late()), Revoked, deadline_s=deadline_s)
             requests = [request for lease in revoked.leases if (request := self._revoke(lease))]
             if requests:
                 aborts.create_task(self._abort(requests))
+
+    def _late(self) -> list[LeaseName]:
+        before = self._clock.now() - self._rollout.trajectory_deadline_s
+        late = [attempt.lease for attempt in self._attempts.values() if attempt.started < before]
+        return [LeaseName(lease.sample, lease.lease_epoch, lease.purpose) for lease in late]
 
     async def _abort(self, requests: list[str]) -> None:
         with contextlib.suppress(TransportError):  # without the proxy, the attempts' deadlines end them
             await self._proxy.call(Abort(requests=requests), Ack, deadline_s=self._network.call_deadline_s)
 
-    def _revoke(self, lease: RevokedLease) -> str:
+    def _revoke(self, lease: LeaseName) -> str:
         """The request to be aborted, whose last tokens are waited for; empty where there is none."""
         attempt = self._attempts.get((lease.purpose, lease.sample, lease.lease_epoch))
         if attempt is None:

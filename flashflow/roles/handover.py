@@ -157,7 +157,8 @@ class Handover:
             raise BudgetError(self._books.fatal)
 
     def _check_failed(self, step: int, groups: list[int]) -> None:
-        members = [member for group in groups for member in self._ledger.outstanding[group].members]
+        outstanding = [self._ledger.outstanding[group] for group in groups]
+        members = [group.members[index] for group in outstanding for index in group.chosen]
         failed, limit = sum(not member.has_reward for member in members), self._rollout.max_failed_fraction
         if failed > limit * len(members):
             raise BudgetError(

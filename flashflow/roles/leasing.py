@@ -10,7 +10,7 @@ from flashflow.errors import ContractError
 from flashflow.ledger import Verdict
 from flashflow.ledger import events as e
 from flashflow.ledger.book import EPOCHS_PER_OPENING
-from flashflow.messages import AttemptFailed, Commit, EvalReply, Lease, NoLease, Revoked, ScoringReply
+from flashflow.messages import AttemptFailed, Commit, EvalReply, Lease, LeaseName, NoLease, Revoked, ScoringReply
 from flashflow.records import SampleId, Task
 from flashflow.roles.bookkeeper import Bookkeeper
 from flashflow.roles.evaluation import Evaluation
@@ -19,8 +19,9 @@ from flashflow.roles.revocations import Revocations
 from flashflow.roles.stragglers import Stragglers
 from flashflow.transport.channel import Peer
 
-LEASE_DEADLINES = 2
-"""A lease held for so many rollout.trajectory_deadline_s got lost on its way, for an env ends it after one."""
+LONG_POLLS = 2
+"""A lease that its env has not named for so long past rollout.trajectory_deadline_s, or for twice that, got lost on its
+way: an env ends it by then, or says in each of its long polls that it still waits for an engine."""
 REASON_CHARACTERS = 4000
 """How much of a failure is journalled: its end, where the exception is."""
 
@@ -69,8 +70,15 @@ class Leasing:
                 return NoLease(reason=self.idle_reason())
             await self._books.lease_news.wait(remaining_s)
 
-    async def revoked(self, peer: Peer) -> Revoked:
-        """Leases of `peer` that ended under it, as soon as there is one; none after the long poll."""
+    async def revoked(self, peer: Peer, late: list[LeaseName]) -> Revoked:
+        """Leases of `peer` that ended under it, as soon as there is one; none after the long poll. late: it has these
+        still."""
+        now = self._clock.now()
+        for lease in late:
+            if lease.purpose == "train":
+                self._leases.renew(lease.sample, lease.lease_epoch, now)
+            elif self._evaluating is not None:
+                self._evaluating.leases.renew(lease.sample, lease.lease_epoch, now)
         return await self._revocations.of(peer, self._long_poll_s)
 
     async def may_score(self, sample: SampleId, epoch: int) -> ScoringReply:
@@ -158,15 +166,18 @@ class Leasing:
         self._revocations.forget(self._members.fenced)
 
     def take_back_forgotten(self) -> None:
-        """Leases held past any deadline of their env count as broken attempts."""
-        limit_s = LEASE_DEADLINES * self._rollout.trajectory_deadline_s
+        """Leases held past any deadline of their env count as broken attempts; should one live, it is to end."""
+        deadline_s = self._rollout.trajectory_deadline_s
+        limit_s = deadline_s + max(deadline_s, LONG_POLLS * self._long_poll_s)
         before = self._clock.now() - limit_s
         for held in self._leases.older_than(before):
+            self._revocations.add(held, "train")
             self._leases.end(held.sample, held.epoch)
             if self._current(held):
                 self._fail(held.sample, f"{held.peer} neither committed nor failed it within {limit_s:g} s")
         if self._evaluating is not None:
             for held in self._evaluating.leases.older_than(before):
+                self._revocations.add(held, "eval")
                 self._evaluating.fail(held.sample, held.epoch)
                 self._books.lease_news.notify()
 

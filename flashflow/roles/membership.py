@@ -1,5 +1,6 @@
 """Who may still speak to the buffer, and who holds which lease since when (contract 3)."""
 
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -22,6 +23,8 @@ class Holding(msgspec.Struct, frozen=True):
     epoch: int
     since: float
     """Seconds on the buffer's clock."""
+    named: float = -math.inf
+    """When its holder last said that it lives."""
 
 
 class Membership:
@@ -88,6 +91,12 @@ class Leases:
         held = self._held.get((sample.group, sample.member))
         return held is not None and (held.sample, held.epoch) == (sample, epoch)
 
+    def renew(self, sample: SampleId, epoch: int, now: float) -> None:
+        """Its holder says that it lives."""
+        if self.holds(sample, epoch):
+            attempt = sample.group, sample.member
+            self._held[attempt] = msgspec.structs.replace(self._held[attempt], named=now)
+
     def end(self, sample: SampleId, epoch: int) -> None:
         """Nobody holds this very lease any more; another one of the attempt stays."""
         if self.holds(sample, epoch):
@@ -110,6 +119,10 @@ class Leases:
         return [holding for holding in held if holding is not None]
 
     def older_than(self, moment: float) -> list[Holding]:
-        """Held since before it; those who wait for the others to be generated left out."""
+        """Held since before it, and not named since; those who wait for the others to be generated left out."""
         waiting = set() if self.all_generated else self._generated
-        return [held for attempt, held in list(self._held.items()) if held.since < moment and attempt not in waiting]
+        return [
+            held
+            for attempt, held in list(self._held.items())
+            if max(held.since, held.named) < moment and attempt not in waiting
+        ]

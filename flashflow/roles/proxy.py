@@ -125,7 +125,7 @@ class ProxyRole:
     async def _answer(self, request: Generate, emit: Emit) -> GenerateReply:
         """Streams the answer; what a dead engine had streamed is kept and another goes on from there."""
         for _ in range(MAX_DISPATCHES):
-            engine = await self._reserve(request, emit)
+            engine, waited_s = await self._reserve(request, emit)
             if engine is None:
                 return _nothing("aborted")
             reserved, num_waiting = work(request), None
@@ -134,6 +134,8 @@ class ProxyRole:
             try:
                 parts = engine.client.stream(request, GenerateReply, idle_deadline_s=self._rollout.turn_deadline_s)
                 async for part in parts:
+                    if waited_s:
+                        part, waited_s = msgspec.structs.replace(part, waited_s=part.waited_s + waited_s), 0.0
                     engine.tokens_generated += len(part.token_ids)
                     if part.finish_reason:
                         num_waiting = part.num_waiting
@@ -154,14 +156,15 @@ class ProxyRole:
                 self._queue.dispatch()
         raise BudgetError(f"request {request.request}: {MAX_DISPATCHES} engines were lost under it")
 
-    async def _reserve(self, request: Generate, emit: Emit) -> EngineEnd | None:
-        """A place on an engine; None when the request was aborted while it waited, or can never be served.
+    async def _reserve(self, request: Generate, emit: Emit) -> tuple[EngineEnd | None, float]:
+        """A place on an engine, and the seconds waited that the caller has not been told of; None when the request was
+        aborted while it waited, or can never be served.
 
-        While it waits it says so every `long_poll_s`, for the caller's deadlines are for work, not for the queue. Nor
-        does a block wait longer than that for its last members, which may have died.
+        While it waits it says so every `long_poll_s` and twice a `turn_deadline_s`, for the caller's deadlines are for
+        work, not for the queue. Nor does a block wait longer than that for its last members, which may have died.
         """
         if self._hopeless(request):
-            return None
+            return None, 0.0
         ticket = self._queue.join(request)
         taken = False
         try:
@@ -172,7 +175,7 @@ class ProxyRole:
                 await emit(_nothing("", waited_s=now - since))
                 since = now
             taken = True
-            return ticket.engine.result()
+            return ticket.engine.result(), self._clock.now() - since
         finally:
             self._queue.leave(ticket)
             if not taken and ticket.engine.done() and (engine := ticket.engine.result()) is not None:
@@ -181,8 +184,9 @@ class ProxyRole:
             self._queue.dispatch()
 
     async def _given(self, ticket: Ticket) -> bool:
-        """Whether it has its answer within `long_poll_s`."""
-        return bool((await asyncio.wait({ticket.engine}, timeout=self._network.long_poll_s))[0])
+        """Whether it has its answer before the caller is to be told that it waits."""
+        timeout_s = min(self._network.long_poll_s, self._rollout.turn_deadline_s / 2)
+        return bool((await asyncio.wait({ticket.engine}, timeout=timeout_s))[0])
 
     def _hopeless(self, request: Generate) -> bool:
         """Aborted, or pinned to a version that has gone: versions do not come back."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from flashflow.messages import Revoked, RevokedLease
+from flashflow.messages import LeaseName, Revoked
 from flashflow.records import Purpose
 from flashflow.roles.membership import Holding
 from flashflow.transport.channel import Peer
@@ -11,14 +11,14 @@ from flashflow.transport.channel import Peer
 
 class Revocations:
     def __init__(self) -> None:
-        self._untold: dict[Peer, list[RevokedLease]] = {}
+        self._untold: dict[Peer, list[LeaseName]] = {}
         self._waiting: dict[Peer, asyncio.Event] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._untold.values()))
 
     def add(self, held: Holding, purpose: Purpose) -> None:
-        self._untold.setdefault(held.peer, []).append(RevokedLease(held.sample, held.epoch, purpose))
+        self._untold.setdefault(held.peer, []).append(LeaseName(held.sample, held.epoch, purpose))
         if (waiting := self._waiting.get(held.peer)) is not None:
             waiting.set()
 

@@ -50,7 +50,7 @@ class Calibration(msgspec.Struct, frozen=True):
     """Of one slot; 0: too fast to tell."""
     train_fixed_s: float
     train_s_per_token: float
-    """On the run's trainer ranks together."""
+    """Prompts included, as a simulated trainer counts them. On the run's trainer ranks together."""
     update_s: float
     train_devices: int
 
@@ -96,10 +96,11 @@ def calibrate(run_folder: Path, config: Config) -> Calibration:
     sampled = np.array([attempt.num_sampled for attempt in attempts], np.float64)
     seconds = np.array([attempt.seconds for attempt in attempts])
     per_token, _ = _line(sampled, seconds)
-    tokens = np.array([step["samples"] * step["response_length_mean"] for step in steps])
+    prompt_tokens = mean(attempt.num_tokens - attempt.num_sampled for attempt in attempts)
+    tokens = np.array([step["samples"] * (prompt_tokens + step["response_length_mean"]) for step in steps])
     train_per_token, train_fixed = _line(tokens, np.array([step["time_train_s"] for step in steps]))
     return Calibration(
-        prompt_tokens=mean(attempt.num_tokens - attempt.num_sampled for attempt in attempts),
+        prompt_tokens=prompt_tokens,
         answer_tokens=sampled.tolist(),
         latency_s=np.maximum(0.0, seconds - per_token * sampled).tolist(),
         decode_tokens_per_s=1 / per_token if per_token > 0 else 0.0,
@@ -121,6 +122,7 @@ def simulated(config: Config, found: Calibration, candidate: Candidate) -> Confi
             max_context_tokens=10**9,
             answer_tokens=GivenDistribution(values=found.answer_tokens),
             decode_tokens_per_s=found.decode_tokens_per_s,
+            update_s=found.update_s,
         ),
         "trainer": SimulatedTrainerSection(
             fixed_s=found.train_fixed_s, seconds_per_token=found.train_s_per_token * share

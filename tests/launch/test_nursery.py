@@ -3,6 +3,8 @@
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -42,3 +44,25 @@ def test_a_nursery_that_is_gone_forks_nothing_and_says_so(spec, tmp_path):
             return await started.fork(spec, {}, theirs, log)
 
     assert asyncio.run(scenario()) is None
+
+
+def test_a_nursery_whose_child_cannot_fork_says_so(spec, tmp_path):
+    script = f"""
+import os, socket
+from flashflow.launch import nursery
+from flashflow.launch.link import RoleSpec
+
+def refused_below(pid):
+    fork = os.fork
+    def once():
+        if os.getpid() != pid:
+            os._exit(1)
+        return fork()
+    return once
+
+os.fork = refused_below(os.getpid())
+end, _ = socket.socketpair()
+print(nursery._fork(end, nursery.Order({spec!r}, {{}}), 1, 2))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "0\n", ended.stderr

@@ -17,12 +17,14 @@ from flashflow.errors import BudgetError, ContractError
 from flashflow.messages import (
     Ack,
     AcquireLease,
+    AwaitRevoked,
     Checkpointed,
     Evaluate,
     FetchRows,
     Finish,
     JournalStatus,
     JournalStatusRequest,
+    LeaseName,
     NextBatch,
     NoLease,
     ServingVersion,
@@ -450,7 +452,24 @@ def test_a_lease_nobody_ends_counts_as_a_broken_attempt_after_twice_its_deadline
         await asyncio.sleep(25)
         lease = await fleet.lease()
         assert lease.sample == SampleId(forgotten.sample.group, forgotten.sample.member, retry=1)
+        assert (await fleet.ask(AwaitRevoked(), ENV)).leases == [named(forgotten)]
         assert await fleet.commit(forgotten) == "superseded"
+
+    run(tmp_path, scenario, trajectory_deadline_s=10.0)
+
+
+def named(lease):
+    return LeaseName(lease.sample, lease.lease_epoch, lease.purpose)
+
+
+def test_a_lease_that_its_env_names_again_and_again_is_not_forgotten(tmp_path):
+    async def scenario(fleet):
+        await fleet.serve(0)
+        waiting = await fleet.lease()
+        for _ in range(10):
+            assert (await fleet.ask(AwaitRevoked(late=[named(waiting)]), ENV)).leases == []
+        assert asyncio.get_running_loop().time() >= 50
+        assert await fleet.commit(waiting) == "accepted"
 
     run(tmp_path, scenario, trajectory_deadline_s=10.0)
 

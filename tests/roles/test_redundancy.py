@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from flashflow.errors import BudgetError
-from flashflow.messages import AwaitRevoked, EnginesPaused, Evaluate, JournalStatusRequest, NextBatch, RevokedLease
+from flashflow.messages import AwaitRevoked, EnginesPaused, Evaluate, JournalStatusRequest, LeaseName, NextBatch
 from flashflow.records import SampleId
 from flashflow.transport.channel import Peer
 from tests.roles.buffer_fleet import ENV, LONG_POLL_S, OTHER_ENV, run
@@ -155,7 +155,7 @@ def test_what_an_evaluation_no_longer_waits_for_is_revoked(tmp_path):
         late = await fleet.lease()
         await evaluating
         reply = await fleet.ask(AwaitRevoked(), ENV)
-        assert reply.leases == [RevokedLease(late.sample, late.lease_epoch, "eval")]
+        assert reply.leases == [LeaseName(late.sample, late.lease_epoch, "eval")]
 
     run(tmp_path, scenario, problems=1)
 
@@ -196,3 +196,15 @@ def test_redundancy_shortens_the_steps(tmp_path):
     plain = play(tmp_path / "plain", steps=8, alpha=0.0, length_of=lengths(1))
     redundant = play(tmp_path / "redundant", steps=8, alpha=0.0, length_of=lengths(1), redundant_groups=2)
     assert redundant.taken_at[-1] < plain.taken_at[-1]
+
+
+def test_redundant_members_that_are_not_needed_are_no_failures(tmp_path):
+    async def scenario(fleet):
+        await fleet.serve(0)
+        leases = [await fleet.lease() for _ in range(16)]
+        for lease in leases:
+            if lease.sample.member < 2:
+                assert await fleet.commit(lease) == "accepted"
+        assert len((await fleet.batch(1)).rows) == 4
+
+    run(tmp_path, scenario, redundant_members=6, max_failed_fraction=0.1)

@@ -233,3 +233,23 @@ def test_a_stream_in_which_everything_is_filtered_is_an_error_that_names_the_fil
     filters = FilterConfig(dynamic=True, max_filtered_fraction=0.5)
     with pytest.raises(RemoteError, match=match):
         ring(filters=filters, within_s=1000, **options)
+
+
+def test_what_attempts_wait_for_an_engine_counts_against_no_deadline():
+    """64 attempts of 10 s each in two slots: the last waits for five minutes."""
+    played = ring(
+        steps=2, groups=16, group_size=2, alpha=1.0, num_engines=1, slots=2, num_envs=1, concurrency=64,
+        length_of=lambda sample: 100, trajectory_deadline_s=60.0, turn_deadline_s=50.0,
+    )  # fmt: skip
+    assert len(played.manifests) == 2
+    assert (played.ledger.num_retries, played.ledger.num_superseded, played.ledger.tokens_wasted) == (0, 0, 0)
+
+
+def test_short_waits_count_as_little_as_long_ones_and_deadlines_may_be_shorter_than_a_long_poll():
+    """Attempts of 2 s wait for a slot up to a minute; told of only every long poll, they would all time out."""
+    played = ring(
+        steps=2, groups=16, group_size=4, alpha=0.0, num_engines=1, slots=2, num_envs=1, concurrency=64,
+        length_of=lambda sample: 20, long_poll_s=40.0, turn_deadline_s=10.0, trajectory_deadline_s=14.0,
+    )  # fmt: skip
+    assert len(played.manifests) == 2
+    assert played.ledger.num_retries == 0

@@ -40,6 +40,18 @@ def test_the_parts_are_told_from_the_trace(tmp_path):
     assert len(found.answer_tokens) == 8 * 16
 
 
+def test_what_training_costs_is_told_with_prompts_and_updates(tmp_path):
+    """As a simulated trainer counts tokens: a run whose prompts are long has its own steps predicted too."""
+    prompts = {"kind": "fixed", "value": 500}
+    slow = {"data__source": {"kind": "simulated", "prompt_tokens": prompts}, "engine__update_s": 3}
+    config = real_run(tmp_path, **slow)
+    found = calibrate(config.run_folder, config)
+    assert found.train_s_per_token == pytest.approx(2e-3, rel=0.1)
+    assert found.update_s == pytest.approx(3)
+    predicted = measured(config, found, Candidate(1, 1, 0.0, 16, 0.0, 0.0))
+    assert predicted.step_s == pytest.approx(simulate(config).figures.step_s_mean, rel=0.1)
+
+
 @pytest.mark.parametrize(("alpha", "concurrency"), [(0, 16), (2, 16), (2, 40), (1, 8)])
 def test_step_times_of_other_settings_are_predicted_within_a_fifth(tmp_path, alpha, concurrency):
     config = real_run(tmp_path / "seen")
