@@ -142,6 +142,9 @@ class SamplingSection(Section):
     """End a turn as the model's end token does."""
 
 
+Schedule = Literal["async", "sync_queue", "sync_naive"]
+
+
 class RolloutSection(Section):
     """Scheduling of rollout (contracts 1-3)."""
 
@@ -149,7 +152,7 @@ class RolloutSection(Section):
     """Attempts at one task, compared with each other."""
     alpha: NonNegativeFloat = 1.0
     """Async ratio: bounds every sample's staleness; 0 is synchronous."""
-    schedule: Literal["async", "sync_queue", "sync_naive"] = "async"
+    schedule: Schedule = "async"
     """`sync_queue`: attempts overlap within a step, nothing does across steps (alpha 0). `sync_naive`: moreover a batch
     is generated whole before any of it is scored. Both are baselines to measure `async` against."""
     replicate_prompts: bool = True

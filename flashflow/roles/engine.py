@@ -48,9 +48,12 @@ class Answer:
         self.ended = asyncio.Event()
         self._reason: FinishReason = ""
         self._unsent: list[Sampled] = []
+        self.begun = False
+        """A token has been sampled."""
 
     def add(self, sampled: Sampled) -> None:
         if sampled.token >= 0:
+            self.begun = True
             self._unsent.append(sampled)
         if sampled.finish_reason:
             self.end(sampled.finish_reason)
@@ -166,15 +169,24 @@ class EngineRole:
         try:
             await self._compute(self._submit, request)
             self._work.set()
+            since = self._clock.now()
             while not await self._ends_within(answer, self._section.stream_every_s):
-                if answer.has_unsent:
-                    await self._send(name, answer.take(), emit)
+                waited_s = self._waited_s(answer, since)
+                if answer.has_unsent or waited_s:
+                    await self._send(name, msgspec.structs.replace(answer.take(), waited_s=waited_s), emit)
+                since = self._clock.now()
             return msgspec.structs.replace(answer.take(), num_waiting=self._engine.num_waiting)
         finally:
             # A `submit` cancelled on its way has its abort behind it. After `run` the thread may be gone.
             del self._answers[name]
             if not answer.ended.is_set() and not self._stopped:
                 await self._compute(self._engine.abort, name)
+
+    def _waited_s(self, answer: Answer, since: float) -> float:
+        """Seconds in which others were decoded, or nobody while suspended. An engine that stands still works on it: its
+        deadline must find out."""
+        waits = self._suspended or (not answer.begun and self._last_step_at > since)
+        return self._clock.now() - since if waits else 0.0
 
     async def _ends_within(self, answer: Answer, seconds: float) -> bool:
         try:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from flashflow.config import Config
-from flashflow.config.sections import DataSection
+from flashflow.config.sections import DataSection, Schedule
 from flashflow.config.simulated import (
     FixedDistribution,
     GivenDistribution,
@@ -111,7 +111,7 @@ def calibrate(run_folder: Path, config: Config) -> Calibration:
     )
 
 
-def simulated(config: Config, found: Calibration, candidate: Candidate) -> Config:
+def simulated(config: Config, found: Calibration, candidate: Candidate, schedule: Schedule = "async") -> Config:
     """The config with its parts replaced by simulated ones that are as fast, in the setting of the candidate."""
     share = found.train_devices / candidate.train_devices
     parts: dict[str, Any] = {
@@ -130,7 +130,7 @@ def simulated(config: Config, found: Calibration, candidate: Candidate) -> Confi
         "simulate": SimulateSection(step_s=GivenDistribution(values=found.latency_s), trace_spans=0),
         "sampling": config.sampling.model_copy(update={"max_new_tokens": int(max(found.answer_tokens)) + 1}),
         "rollout": config.rollout.model_copy(
-            update={"alpha": candidate.alpha, "schedule": "async", "concurrency": candidate.concurrency}
+            update={"alpha": candidate.alpha, "schedule": schedule, "concurrency": candidate.concurrency}
         ),
         "placement": config.placement.model_copy(update={"engine": candidate.engines, "env": 1, "trainer": 1}),
         "run": config.run.model_copy(update={"steps": STEPS}),
@@ -139,8 +139,8 @@ def simulated(config: Config, found: Calibration, candidate: Candidate) -> Confi
     return config.model_copy(update=parts)
 
 
-def measured(config: Config, found: Calibration, candidate: Candidate) -> Candidate:
-    figures = simulate(simulated(config, found, candidate)).figures
+def measured(config: Config, found: Calibration, candidate: Candidate, schedule: Schedule = "async") -> Candidate:
+    figures = simulate(simulated(config, found, candidate, schedule)).figures
     return msgspec.structs.replace(candidate, samples_per_s=figures.samples_per_s, step_s=figures.step_s_mean)
 
 
@@ -159,7 +159,7 @@ def plan(config: Config, found: Calibration, devices: int) -> Plan:
     now = Candidate(placement.trainer, placement.engine, rollout.alpha, rollout.concurrency * placement.env, 0.0, 0.0)
     tried = [measured(config, found, candidate) for candidate in settings(config, devices)]
     return Plan(
-        today=measured(config, found, now),
+        today=measured(config, found, now, rollout.schedule),
         best=_fastest(tried),
         best_synchronous=_fastest(candidate for candidate in tried if candidate.alpha == 0),
         candidates=tried,

@@ -32,8 +32,9 @@ class Pending:
             self._add(item)
 
     def expire(self, error: FlashflowError) -> None:
-        """What waits for it waits no longer; it stays unanswered."""
-        self._add(error)
+        """What waits for it waits no longer; it stays unanswered. A reply that is there already was in time."""
+        if not self._items:
+            self._add(error)
 
     async def take(self, within_s: float | None = None) -> tuple[Message, bool]:
         """The next reply and whether it is the last. One may wait at a time.

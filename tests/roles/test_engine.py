@@ -49,6 +49,8 @@ class CountingEngine:
         self.steps = 0
         self.aborted: list[str] = []
         self.poison: Exception | None = None
+        self.held: set[str] = set()
+        """Requests that find no slot."""
         self._permits = permits
         self._running: dict[str, list[int]] = {}
 
@@ -75,6 +77,8 @@ class CountingEngine:
             raise self.poison
         news = []
         for name, state in list(self._running.items()):
+            if name in self.held:
+                continue
             token, limit = state
             state[0] += 1
             news.append(Sampled(name, token, -0.5, self.version, "length" if state[0] == limit else ""))
@@ -183,6 +187,40 @@ def test_samples_are_the_engines_own(tmp_path, threads):
             assert parts[-1].finish_reason == answer.finish_reason
         if executor is not None:
             executor.shutdown()
+
+    run(test)
+
+
+def test_what_a_request_waits_in_the_engine_is_told():
+    async def test() -> None:
+        engine, parts = CountingEngine(), Parts()
+        engine.held = {"held"}
+        role = role_of(engine)
+        async with running(role):
+            busy = asyncio.create_task(role.handle(request("busy", [1], ENDLESS), PROXY, nowhere))
+            held = asyncio.create_task(role.handle(request("held", [1], 3), PROXY, parts))
+            while len(parts.parts) < 3:
+                parts.came.clear()
+                await parts.came.wait()
+            assert tokens_of(parts.parts) == []
+            assert all(part.waited_s > 0 for part in parts.parts)
+            engine.held = set()
+            assert len(tokens_of([*parts.parts, await held])) > 0
+            busy.cancel()
+
+    run(test)
+
+
+def test_a_suspended_engine_says_that_its_requests_wait():
+    async def test() -> None:
+        role, parts = role_of(CountingEngine()), Parts()
+        async with running(role):
+            await role.handle(Suspend(), PROXY, nowhere)
+            waiting = asyncio.create_task(role.handle(request("r", [1], 3), PROXY, parts))
+            await parts.came.wait()
+            assert parts.parts[0].waited_s > 0
+            await role.handle(Resume(), PROXY, nowhere)
+            await waiting
 
     run(test)
 

@@ -1,77 +1,31 @@
-"""Credits are handed out in order, and none is lost or made by a cancellation."""
+"""A call that waits for its answer."""
 
 import asyncio
 
 import pytest
 
-from flashflow.errors import PeerLost
-from flashflow.simulate.clock import run_virtual
-from flashflow.transport.outstanding import Credits
+from flashflow.errors import DeadlineError
+from flashflow.messages import Ack
+from flashflow.transport.outstanding import Pending
 
 
-def test_waiters_get_credits_in_their_order_and_no_more_than_the_limit() -> None:
-    async def scenario() -> None:
-        credits, order = Credits(), []
+def test_an_answer_that_came_before_its_deadline_is_not_lost_to_it():
+    async def main() -> None:
+        pending = Pending("Ack", "data", [], streamed=False)
+        pending.put(Ack(), final=True)
+        pending.expire(DeadlineError("too late"))
+        assert await pending.take() == (Ack(), True)
 
-        async def worker(number: int) -> None:
-            await credits.acquire()
-            order.append(number)
-
-        tasks = [asyncio.create_task(worker(number)) for number in range(5)]
-        await asyncio.sleep(1)
-        assert order == []
-        credits.set_limit(2)
-        await asyncio.sleep(1)
-        assert order == [0, 1]
-        credits.set_limit(0)  # the connection is gone: what is released now is not handed out
-        credits.release()
-        await asyncio.sleep(1)
-        assert order == [0, 1]
-        credits.set_limit(3)
-        await asyncio.sleep(1)
-        assert order == [0, 1, 2, 3]
-        credits.release()
-        await asyncio.gather(*tasks)
-        assert order == [0, 1, 2, 3, 4]
-
-    run_virtual(scenario())
+    asyncio.run(main())
 
 
-def test_a_credit_that_comes_together_with_a_cancellation_goes_to_the_next() -> None:
-    async def scenario() -> None:
-        credits = Credits()
-        first, second = asyncio.create_task(credits.acquire()), asyncio.create_task(credits.acquire())
-        await asyncio.sleep(1)
-        credits.set_limit(1)
-        first.cancel()
-        await second
-        assert first.cancelled()
+def test_what_waits_for_it_is_told_of_its_deadline():
+    async def main() -> None:
+        pending = Pending("Ack", "data", [], streamed=False)
+        taker = asyncio.create_task(pending.take())
+        await asyncio.sleep(0)
+        pending.expire(DeadlineError("too late"))
+        with pytest.raises(DeadlineError):
+            await taker
 
-    run_virtual(scenario())
-
-
-def test_a_waiter_that_is_cancelled_takes_nothing() -> None:
-    async def scenario() -> None:
-        credits = Credits()
-        first, second = asyncio.create_task(credits.acquire()), asyncio.create_task(credits.acquire())
-        await asyncio.sleep(1)
-        first.cancel()
-        await asyncio.sleep(1)
-        credits.set_limit(1)
-        await second
-
-    run_virtual(scenario())
-
-
-def test_closing_wakes_those_who_wait() -> None:
-    async def scenario() -> None:
-        credits = Credits()
-        waiting = asyncio.create_task(credits.acquire())
-        await asyncio.sleep(1)
-        credits.close("closed")
-        with pytest.raises(PeerLost, match="closed"):
-            await waiting
-        with pytest.raises(PeerLost):
-            await credits.acquire()
-
-    run_virtual(scenario())
+    asyncio.run(main())
