@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import psutil
 
+from flashflow.config.kv_cache import pool_tokens, token_bytes
 from flashflow.config.rules import Rule, apply_rules
 from flashflow.config.scheduling import SCHEDULING_CAUTIONS
 from flashflow.config.sections import (
@@ -176,6 +177,20 @@ def the_interface_is_this_hosts(network: NetworkSection) -> Iterator[str]:
         )
 
 
+def the_cache_may_hold_fewer_than_the_slots(model: ModelSection, engine: EngineSection) -> Iterator[str]:
+    if engine.kind != "torch":
+        return
+    each, limit = token_bytes(model), engine.kv_cache_bytes
+    if each is None or limit is None or limit >= pool_tokens(engine, engine.slots) * each:
+        return
+    held, wanted = (limit // each - 1) // (pool_tokens(engine, 1) - 1), pool_tokens(engine, engine.slots) * each
+    yield (
+        f"engine.kv_cache_bytes: {limit} holds {held} sequences of engine.max_context_tokens "
+        f"{engine.max_context_tokens}, while engine.slots {engine.slots} need {wanted}: requests that may become so "
+        f"long wait for each other"
+    )
+
+
 CAUTIONS: tuple[Rule, ...] = (
     short_answers_are_not_favoured,
     what_is_trained_is_what_was_generated,
@@ -191,4 +206,5 @@ CAUTIONS: tuple[Rule, ...] = (
     the_network_is_private,
     the_interface_is_this_hosts,
     *SCHEDULING_CAUTIONS,
+    the_cache_may_hold_fewer_than_the_slots,
 )

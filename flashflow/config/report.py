@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from flashflow.config.kv_cache import pool_tokens, token_bytes
 from flashflow.config.sections import Config, OptimizerSection
 
 
@@ -45,6 +46,7 @@ def derived_numbers(config: Config) -> list[Derived]:
             f"batch.optimizer_steps {batch.optimizer_steps} x batch.epochs {batch.epochs}",
         ),
         Derived("engine slots", f"{slots}", f"slots {config.engine.slots} x {config.placement.engine} engine(s)"),
+        *_engine_cache(config),
         Derived("samples of the run", f"{samples * config.run.steps:,}", f"in run.steps {config.run.steps}"),
         Derived("learning rate", _schedule(config.optimizer, config.run.steps), "warm-up, then decay"),
         Derived(
@@ -57,6 +59,19 @@ def derived_numbers(config: Config) -> list[Derived]:
         ),
         Derived("run folder", str(config.run_folder), "run.folder / run.name"),
     ]
+
+
+def _engine_cache(config: Config) -> list[Derived]:
+    engine, each = config.engine, token_bytes(config.model)
+    if engine.kind != "torch":
+        return []
+    tokens = pool_tokens(engine, engine.slots)
+    wanted = f"{tokens:,} tokens" if each is None else f"{tokens * each / 2**20:,.1f} MiB"
+    value, meaning = wanted, f"slots {engine.slots} x max_context_tokens {engine.max_context_tokens}, per engine"
+    if engine.kv_cache_bytes is not None:
+        value = f"<= {engine.kv_cache_bytes / 2**20:,.1f} MiB"
+        meaning = f"engine.kv_cache_bytes; {meaning.removesuffix(', per engine')} need {wanted}"
+    return [Derived("engine cache", value, meaning)]
 
 
 def schema() -> dict[str, Any]:

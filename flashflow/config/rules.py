@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from flashflow.algorithms import presets
 from flashflow.config.data_files import look_into
+from flashflow.config.kv_cache import pool_tokens, token_bytes
 from flashflow.config.mistakes import nearest
 from flashflow.config.model_files import matrices
 from flashflow.config.references import find_module, problem_of
@@ -408,6 +409,18 @@ def the_context_fits_the_model(model: ModelSection, engine: EngineSection) -> It
         )
 
 
+def the_cache_holds_a_sequence(model: ModelSection, engine: EngineSection) -> Iterator[str]:
+    if engine.kind != "torch":
+        return
+    each, limit = token_bytes(model), engine.kv_cache_bytes
+    if each is not None and limit is not None and limit < pool_tokens(engine, 1) * each:
+        yield (
+            f"engine.kv_cache_bytes: {limit} is less than the {pool_tokens(engine, 1) * each} that one sequence of "
+            f"engine.max_context_tokens {engine.max_context_tokens} needs with model.path {model.path!r}; "
+            f"raise the first or lower the second"
+        )
+
+
 def _max_positions(description: Path) -> int | None:
     """Of the text part, where a model has several; None when a file of this form does not say."""
     try:
@@ -504,4 +517,5 @@ RULES: tuple[Rule, ...] = (
     simulated_distributions_can_be_read,
     only_simulated_environments_are_described,
     *SCHEDULING_RULES,
+    the_cache_holds_a_sequence,
 )

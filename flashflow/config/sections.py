@@ -304,6 +304,9 @@ class TorchEngineSection(Section):
     """Requests decoded together, a multiple of 8."""
     max_context_tokens: PositiveInt = 2048
     """Prompt and answers of one attempt together."""
+    kv_cache_bytes: PositiveInt | None = None
+    """Keys and values of running requests take no more; requests that do not fit wait. None: as much as `slots`
+    sequences of `max_context_tokens` need."""
     batch_invariant: bool = False
     """Refuse to start unless samples are independent of their batch mates to the last bit."""
     stream_every_s: PositiveFloat = 1.0

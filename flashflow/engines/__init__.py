@@ -20,4 +20,5 @@ def make_engine(section: TorchEngineSection, model: Any, tokenizer: Any = None) 
         max_context_tokens=section.max_context_tokens,
         tokenizer=tokenizer,
         batch_invariant=section.batch_invariant,
+        kv_cache_bytes=section.kv_cache_bytes,
     )

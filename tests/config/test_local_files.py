@@ -9,7 +9,9 @@ import pytest
 from pyarrow import parquet
 
 from flashflow.config import load_config
+from flashflow.config.cautions import cautions
 from flashflow.config.data_files import look_into
+from flashflow.config.report import derived_numbers
 from flashflow.errors import ConfigError
 
 ROWS = [{"question": f"{n} plus {n}?", "answer": str(2 * n)} for n in range(5)]
@@ -157,6 +159,42 @@ def test_a_model_that_does_not_say_its_context_is_let_through(make, tmp_path, de
 def test_a_folder_without_a_description_is_let_through(make, tmp_path):
     (tmp_path / "model").mkdir()
     load_config(make("jsonl", model=tmp_path / "model"))
+
+
+SMALL = json.dumps(
+    {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "head_dim": 8}
+)
+"""256 bytes a token: 2 layers x keys and values x 2 heads x 8 numbers of 4 bytes."""
+CONTEXT = ["engine.max_context_tokens=500", "engine.slots=8", "sampling.max_new_tokens=50"]
+"""Kept as 512 tokens; 513 x 256 = 131,328 bytes with the scratch token."""
+
+
+def test_a_cache_that_cannot_hold_one_sequence_is_refused(make, tmp_path):
+    path = make("jsonl", model=model_folder(tmp_path / "model", SMALL))
+    assert mistakes(path, *CONTEXT, "engine.kv_cache_bytes=131327") == [
+        "engine.kv_cache_bytes: 131327 is less than the 131328 that one sequence of engine.max_context_tokens 500 "
+        f"needs with model.path '{tmp_path}/model'; raise the first or lower the second"
+    ]
+    load_config(path, [*CONTEXT, "engine.kv_cache_bytes=131328"])
+
+
+def test_a_cache_below_what_the_slots_need_is_a_caution_and_its_size_is_printed(make, tmp_path):
+    path = make("jsonl", model=model_folder(tmp_path / "model", SMALL))
+    bounded = load_config(path, [*CONTEXT, "engine.kv_cache_bytes=300000"])
+    assert any(
+        "engine.kv_cache_bytes: 300000 holds 2 sequences of engine.max_context_tokens 500, while engine.slots 8 need "
+        "1048832" in text
+        for text in cautions(bounded)
+    )
+    free = load_config(path, CONTEXT)
+    assert not any("kv_cache_bytes" in text for text in cautions(free))
+    values = [{number.name: number.value for number in derived_numbers(one)} for one in (free, bounded)]
+    assert [value["engine cache"] for value in values] == ["1.0 MiB", "<= 0.3 MiB"]
+
+
+def test_a_hub_models_cache_is_given_in_tokens(make):
+    numbers = {number.name: number.value for number in derived_numbers(load_config(make("jsonl"), CONTEXT))}
+    assert numbers["engine cache"] == "4,097 tokens"
 
 
 def test_looking_into_files_imports_no_torch(make, kind):

@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from flashflow.engines.embedded.sampler import sample
+from flashflow.engines.embedded.sampler import Sampler
 from flashflow.engines.uniform import sampling_key_bits, uniforms
 from flashflow.messages import SamplingKey
 
 KEY = SamplingKey(seed=7, group=3, member=1, retry=0, turn=2)
 LARGEST_UNIFORM = 1 - 2**-53
+
+
+def sample(logits, temperatures, draws):
+    return Sampler(logits.shape[1])(logits, draws, temperatures)
 
 
 def splitmix64(seed: int, index: int) -> int:

@@ -2,16 +2,16 @@
 
 It is registered as `slot_cache`; the pass in progress (Prefill or Decode) travels as a keyword argument through the
 model's own forward, so that engine and trainer run the same layers. Shapes follow flashflow/shapes.py.
-Letters: N rows (slots), Q query heads, H key/value heads, G = Q / H, T time, D head dimension.
+Letters: N rows (slots), S slots with a cache, Q query heads, H key/value heads, G = Q / H, T time, D head dimension.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from flashflow.engines.embedded.kv_cache import SlotCache
 from flashflow.errors import ConfigError
 from flashflow.shapes import safe_rows
 
@@ -32,51 +32,87 @@ class Pass(Protocol):
     ) -> torch.Tensor: ...
 
 
-class Prefill:
-    """All tokens of one request into one slot, causal."""
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """Where a pass leaves its keys and values."""
 
-    def __init__(self, cache: SlotCache, slot: int, mask_TT: torch.Tensor) -> None:
-        """mask_TT: additive [query tokens, key length]; the key length may exceed the tokens (`cache_length`)."""
-        self._cache, self._slot, self._mask_TT = cache, slot, mask_TT
-        self.capacity = cache.length
+    capacity: int
+    rows: tuple[torch.Tensor, ...]
+    """Of `SlotCache`."""
+    places: torch.Tensor
+    """`SlotCache.places` of the tokens in the pass."""
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """keys, values: [N, H, T, D]."""
+        self.rows[2 * layer].index_copy_(0, self.places, keys.transpose(1, 2).flatten(0, 2))
+        self.rows[2 * layer + 1].index_copy_(0, self.places, values.transpose(1, 2).flatten(0, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """All tokens of some requests, causal."""
+
+    writing: Writing
+    mask_TT: torch.Tensor
+    """Additive [tokens, key length]."""
+    group: int
+    """G."""
+    padding: int
+    """Key length less tokens (`cache_length`)."""
+
+    @property
+    def capacity(self) -> int:
+        return self.writing.capacity
 
     def attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """queries [1, Q, T, D], keys and values [1, H, T, D] -> [1, T, Q, D]."""
-        self._cache.write_prompt(layer, self._slot, keys[0], values[0])
-        keys, values = self._cache.view(layer, self._slot, 1, self._mask_TT.shape[1])
-        group = queries.shape[1] // keys.shape[1]
-        if group > 1:
-            keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self._mask_TT, scale=scale)
+        """queries [N, Q, T, D], keys and values [N, H, T, D] -> [N, T, Q, D]."""
+        self.writing.write(layer, keys, values)
+        if self.group > 1:
+            keys, values = keys.repeat_interleave(self.group, dim=1), values.repeat_interleave(self.group, dim=1)
+        if self.padding:
+            keys, values = F.pad(keys, (0, 0, 0, self.padding)), F.pad(values, (0, 0, 0, self.padding))
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask_TT, scale=scale)
         return mixed.transpose(1, 2)
 
 
+@dataclass(frozen=True, slots=True)
 class Decode:
     """The next token of the first N slots."""
 
-    def __init__(self, cache: SlotCache, positions_N: torch.Tensor, mask_NT: torch.Tensor) -> None:
-        """mask_NT: additive [N, key length]."""
-        self._cache, self._positions_N = cache, positions_N
-        self._mask_N11T = mask_NT[:, None, None]
-        self.capacity = cache.length
+    writing: Writing
+    views: tuple[torch.Tensor, ...]
+    """`SlotCache.views` of S slots."""
+    mask_S11T: torch.Tensor
+    """Additive, of the key length."""
+    group: int
+    """G."""
+    spare_rows: bool
+    """N > S: the last rows have no cache and attend to nothing."""
+
+    @property
+    def capacity(self) -> int:
+        return self.writing.capacity
 
     def attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """queries [N, Q, 1, D], keys and values [N, H, 1, D] -> [N, 1, Q, D]."""
-        self._cache.write_tokens(layer, self._positions_N, keys[:, :, 0], values[:, :, 0])
-        rows, heads, _, head_dim = queries.shape
-        keys, values = self._cache.view(layer, 0, rows, self._mask_N11T.shape[3])
-        group = heads // keys.shape[1]
+        self.writing.write(layer, keys, values)
+        keys, values = self.views[2 * layer], self.views[2 * layer + 1]
+        mixed = torch.zeros_like(queries.transpose(1, 2)) if self.spare_rows else None
+        if self.spare_rows:
+            queries = queries[: keys.shape[0]]
         # The query heads that share a key/value head are the rows of one product, padded to a full block of rows.
-        queries = queries.reshape(rows, keys.shape[1], group, head_dim)
-        padding = safe_rows(group) - group
-        if padding:
-            queries = F.pad(queries, (0, 0, 0, padding))
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self._mask_N11T, scale=scale)
-        return mixed[:, :, :group].reshape(rows, 1, heads, head_dim)
+        queries = queries.reshape(queries.shape[0], -1, self.group, queries.shape[-1])
+        queries = F.pad(queries, (0, 0, 0, safe_rows(self.group) - self.group))
+        heads = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask_S11T, scale=scale)
+        heads = heads[:, :, : self.group].flatten(1, 2)[:, None]
+        if mixed is None:
+            return heads
+        mixed[: keys.shape[0]] = heads
+        return mixed
 
 
 def attention(

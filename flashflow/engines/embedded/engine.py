@@ -16,10 +16,12 @@ import torch
 
 from flashflow.engines.base import EngineLimits, FinishReason, Sampled
 from flashflow.engines.embedded import probe, weights
+from flashflow.engines.embedded.placing import Placing
 from flashflow.engines.embedded.runner import Runner
-from flashflow.engines.embedded.sampler import sample
+from flashflow.engines.embedded.sampler import Sampler
 from flashflow.engines.embedded.slots import Running, Slots
 from flashflow.engines.embedded.stops import Decoder, StopStrings
+from flashflow.engines.embedded.traced import Traced
 from flashflow.engines.uniform import uniforms
 from flashflow.errors import ConfigError, ContractError
 from flashflow.messages import Generate
@@ -30,27 +32,31 @@ class TorchEngine:
 
     def __init__(
         self, model: Any, *, slots: int, max_context_tokens: int, tokenizer: Decoder | None = None,
-        batch_invariant: bool = False,
+        batch_invariant: bool = False, kv_cache_bytes: int | None = None, traced: bool = True,
     ) -> None:  # fmt: skip
         """model: a transformers causal LM, which the engine takes over. tokenizer: needed for stop strings only.
+        kv_cache_bytes: of running requests' keys and values together; None: what the slots need at the longest context.
+        traced: replay passes where that gives the same bits.
 
         Raises ConfigError when the model cannot be served, or `batch_invariant` is asked for and the probe finds that
         this machine's arithmetic is not.
         """
         self.limits = EngineLimits(slots=slots, max_context_tokens=max_context_tokens)
         self._tokenizer = tokenizer
-        self._runner = Runner(model, slots, max_context_tokens)
-        differences = probe.differences(self._runner, max_context_tokens)
+        self._runner = Runner(model, slots, max_context_tokens, kv_cache_bytes, traced)
+        differences = probe.differences(self._runner, slots, max_context_tokens)
         if differences and batch_invariant:
             raise ConfigError([f"engine.batch_invariant: true, but on this machine {text}" for text in differences])
         self._exact = not differences
         self._version = -1
         self._slots = Slots(slots)
+        self._placing = Placing(self._runner, self._slots)
+        sampler, traced = Sampler(self._runner.vocab_size), self._runner.traceable
+        self._sample = Traced("sampling at temperature 1", sampler, traced)
+        self._sample_tempered = Traced("sampling", sampler, traced)
         self._waiting: deque[Generate] = deque()
         self._by_name: dict[str, Running | None] = {}
         """Every request that has not ended; None while it waits."""
-        self._by_prefix: dict[bytes, Running] = {}
-        """Who holds a prompt's keys and values, computed by the present weights: group members share the prompt."""
         self._ended: list[Sampled] = []
 
     @property
@@ -96,19 +102,19 @@ class TorchEngine:
     def step(self) -> list[Sampled]:
         """Admit, then sample one token for every running request."""
         news, self._ended = self._ended, []
-        while self._waiting and self._slots.has_free:
-            self._admit(self._waiting.popleft())
+        while self._waiting and self._placing.make_room(self._waiting[0]):
+            self._place(self._waiting.popleft())
+        self._placing.settle()
         if not len(self._slots):
             return news
-        for source, target, num_cached in self._slots.moves():
-            self._runner.cache.copy(source, target, num_cached)
+        self._placing.compact(self._slots.num_rows)
         return news + self._decode(self._slots.num_rows)
 
     def load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keys and values of running requests are kept; every token says which version sampled it."""
         weights.swap(self._runner.model, tensors)
         self._version = version
-        self._by_prefix.clear()
+        self._placing.prefixes.clear()
 
     def _mistake(self, request: Generate) -> str:
         sequence = np.concatenate([request.prompt_ids, request.generated_ids])
@@ -133,40 +139,27 @@ class TorchEngine:
             return "stop strings need an engine with a tokenizer"
         return ""
 
-    def _admit(self, request: Generate) -> None:
+    def _place(self, request: Generate) -> None:
         stops = None
         if request.stop_strings:
             stops = StopStrings(request.stop_strings, cast(Decoder, self._tokenizer), request.generated_ids.tolist())
-        running = Running(request, stops)
-        tokens = np.concatenate([request.prompt_ids, request.generated_ids]).astype(np.int64)
-        self._slots.place(running, request, tokens)
-        self._by_name[running.name] = running
-        if len(tokens) > 1:
-            self._fill(running, tokens[:-1])
-
-    def _fill(self, running: Running, prefix: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        running.prefix = prefix.tobytes()
-        holder = self._by_prefix.get(running.prefix)
-        if holder is None:
-            self._runner.prefill(running.slot, prefix)
-            self._by_prefix[running.prefix] = running
-        else:
-            self._runner.cache.copy(holder.slot, running.slot, len(prefix))
+        running = self._by_name[request.request] = Running(request, stops)
+        self._placing.place(running, request)
 
     def _decode(self, num_rows: int) -> list[Sampled]:
         slots = self._slots
-        logits = self._runner.decode(slots.tokens_S[:num_rows], slots.positions_S[:num_rows])
+        logits = self._runner.decode(slots.tokens_S[:num_rows], slots.positions_S[:num_rows], slots.slots_S[:num_rows])
+        num_rows = len(logits)
+        drawn = torch.from_numpy(uniforms(slots.keys_S[:num_rows], slots.draws_S[:num_rows])).to(logits.device)
         temperatures = slots.temperatures_S[:num_rows]
-        drawn = uniforms(slots.keys_S[:num_rows], slots.draws_S[:num_rows])
-        device = self._runner.device
-        tokens, logprobs = sample(
-            logits,
-            None if (temperatures == 1).all() else torch.from_numpy(temperatures).to(device),
-            torch.from_numpy(drawn).to(device),
-        )
-        tokens_N, logprobs_N = tokens.cpu().numpy(), logprobs.tolist()
+        if (temperatures == 1).all():
+            tokens, logprobs = self._sample(num_rows, logits, drawn)
+        else:
+            tempered = torch.from_numpy(temperatures).to(logits.device)
+            tokens, logprobs = self._sample_tempered(num_rows, logits, drawn, tempered)
+        tokens_N = tokens.cpu().numpy()
         slots.advance(num_rows, tokens_N)
-        return self._record(tokens_N.tolist(), logprobs_N)
+        return self._record(tokens_N.tolist(), logprobs.tolist())
 
     def _record(self, tokens_N: list[int], logprobs_N: list[float]) -> list[Sampled]:
         news = []
@@ -186,5 +179,3 @@ class TorchEngine:
     def _release(self, running: Running) -> None:
         self._slots.release(running.slot)
         del self._by_name[running.name]
-        if self._by_prefix.get(running.prefix) is running:
-            del self._by_prefix[running.prefix]

@@ -20,15 +20,16 @@ _TAIL = 3
 
 
 @torch.inference_mode()
-def differences(runner: Runner, max_context_tokens: int) -> list[str]:
+def differences(runner: Runner, max_slots: int, max_context_tokens: int) -> list[str]:
     """What was found to differ, for a person; [] when all was equal. Leaves rubbish in the cache."""
     found = []
+    slots = min(max_slots, runner.cache.slots)
     for length in _affordable_lengths(runner, max_context_tokens):
         sequence = _tokens(runner, seed=length, count=length)
         alone = _logits(runner, sequence, slot=0, by_decode=0)
         cases = {
-            "in a full batch than alone": _logits_among_mates(runner, sequence),
-            "after decode steps than after prefill": _logits(runner, sequence, slot=1, by_decode=_TAIL),
+            "in a full batch than alone": _logits_among_mates(runner, sequence, slots),
+            "after decode steps than after prefill": _logits(runner, sequence, slot=slots // 2, by_decode=_TAIL),
         }
         for case, logits in cases.items():
             if not torch.equal(logits, alone):
@@ -56,25 +57,29 @@ def _tokens(runner: Runner, seed: int, count: int) -> Int64Array:
 
 def _logits(runner: Runner, sequence: Int64Array, *, slot: int, by_decode: int) -> torch.Tensor:
     """Logits [V] after the sequence, alone in the cache; its last 1 + by_decode tokens come by decode steps."""
-    rows = safe_rows(1)
+    rows = safe_rows(slot + 1)
     first = max(0, len(sequence) - 1 - by_decode)
     if first:
-        runner.prefill(slot, sequence[:first])
+        runner.prefill([slot], [sequence[:first]])
+    slots_N = np.where(np.arange(rows) == slot, slot, -1)
     logits = torch.empty(0)
     for position in range(first, len(sequence)):
         tokens_N, positions_N = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
         tokens_N[slot], positions_N[slot] = sequence[position], position
-        logits = runner.decode(tokens_N, positions_N)[slot].clone()
+        logits = runner.decode(tokens_N, positions_N, slots_N)[slot].clone()
     return logits
 
 
-def _logits_among_mates(runner: Runner, sequence: Int64Array) -> torch.Tensor:
+def _logits_among_mates(runner: Runner, sequence: Int64Array, slots: int) -> torch.Tensor:
     """The same in the last slot of a full batch with mates at other positions, one of them at the end of the cache."""
-    slots, last = runner.cache.slots, len(sequence) - 1
+    rows, own, last = safe_rows(slots), slots - 1, len(sequence) - 1
     if last:
-        runner.prefill(slots - 1, sequence[:-1])
-    tokens_N = _tokens(runner, seed=last, count=slots)
-    positions_N = np.arange(slots, dtype=np.int64) % runner.cache.length
+        mates = [0] if own else []
+        sequences = [_tokens(runner, seed=mate, count=last) for mate in mates]
+        runner.prefill([*mates, own], [*sequences, sequence[:-1]])
+    numbers = np.arange(rows)
+    tokens_N = _tokens(runner, seed=last, count=rows)
+    positions_N = numbers % runner.cache.length
     positions_N[0] = runner.cache.length - 1
-    tokens_N[-1], positions_N[-1] = sequence[-1], last
-    return runner.decode(tokens_N, positions_N)[-1].clone()
+    tokens_N[own], positions_N[own] = sequence[-1], last
+    return runner.decode(tokens_N, positions_N, np.where(numbers < slots, numbers, -1))[own].clone()
