@@ -10,6 +10,8 @@ import pytest
 
 from flashflow.config import load_config
 from flashflow.config.reference import reference
+from flashflow.launch.options import imagined_hosts
+from flashflow.launch.plan import plan
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashflow"
@@ -128,6 +130,13 @@ def test_test_files_have_names_of_their_own():
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_config_loads(path):
     load_config(path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_config_fits_the_machine_it_names(path):
+    (line,) = re.findall(r"^#     flashflow check (\S+) --hosts (\S+) --devices (\S+)$", path.read_text(), re.MULTILINE)
+    assert line[0] == f"configs/{path.name}"
+    plan(load_config(path), imagined_hosts(*line[1:]))
 
 
 def test_the_synchronous_quickstart_differs_in_scheduling_only():

@@ -54,8 +54,10 @@ def _section(title: str, model: Mapping[str, Any], only: Container[str] | None =
 
 
 def _nested(title: str, model: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[str]:
-    """Tables of the kinds of each tagged union in the section."""
+    """Tables of the sections inside the section, and of the kinds of each tagged union in it."""
     for name, field in model["properties"].items():
+        if "$ref" in field:
+            yield from _section(f"{title}.{name}", _definition(field, definitions))
         for kind, target in field.get("discriminator", {}).get("mapping", {}).items():
             yield from _section(f"{title}.{name}, kind: {kind}", definitions[target.split("/")[-1]])
 

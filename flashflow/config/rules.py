@@ -381,6 +381,14 @@ def _max_positions(description: Path) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
+def the_torch_engine_has_one_device(engine: EngineSection, placement: PlacementSection) -> Iterator[str]:
+    if engine.kind == "torch" and placement.tensor_parallel > 1:
+        yield (
+            f"placement.tensor_parallel: {placement.tensor_parallel} devices for an engine, but engine.kind torch "
+            f"computes on one; set it to 1 and placement.engine to {placement.engine * placement.tensor_parallel}"
+        )
+
+
 RULES: tuple[Rule, ...] = (
     the_algorithm_is_whole,
     a_loss_of_ones_own_exists,
@@ -405,4 +413,5 @@ RULES: tuple[Rule, ...] = (
     samples_come_from_the_whole_distribution,
     the_data_files_have_what_is_asked,
     the_context_fits_the_model,
+    the_torch_engine_has_one_device,
 )

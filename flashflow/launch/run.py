@@ -13,6 +13,7 @@ from flashflow.config import Config, dump_config
 from flashflow.config.rules import the_context_fits_the_model
 from flashflow.errors import ConfigError
 from flashflow.launch.events import evaluations_path
+from flashflow.launch.hosts import this_host
 from flashflow.launch.plan import plan
 from flashflow.launch.resume import refuse_changes
 from flashflow.observe.metrics import read_metrics
@@ -89,10 +90,11 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Shared memory and meeting places of runs of this folder that were killed; the lock says that they are dead."""
+    """Staged weights and meeting places of runs of this folder that were killed; the lock says that they are dead."""
     for meeting in (folder / "gang").glob("*-*"):
         remove_segments(meeting.name.rpartition("-")[0])
         shutil.rmtree(meeting)
+    shutil.rmtree(folder / "weights", ignore_errors=True)
 
 
 def resolve_model(config: Config, display: ProgressDisplay) -> Config:
@@ -109,7 +111,7 @@ def supervise(config: Config, display: ProgressDisplay, *, resume: bool) -> tupl
     run_id = uuid.uuid4().hex[:12]
 
     async def run() -> tuple[int, str | None]:
-        supervisor = Supervisor(config, plan(config), run_id=run_id, resume=resume, display=display)
+        supervisor = Supervisor(config, plan(config, [this_host()]), run_id=run_id, resume=resume, display=display)
         code = await supervisor.run()
         return code, str(supervisor.failure) if supervisor.failure is not None else None
 
@@ -144,7 +146,7 @@ def summary(config: Config, code: int) -> dict[str, object]:
 
 def _clear(folder: Path) -> None:
     """Remove only what a run makes; whatever else lies there is the user's."""
-    for name in ("journal", "checkpoints", "logs", "gang", "tensorboard", "evaluations"):
+    for name in ("journal", "checkpoints", "logs", "gang", "weights", "tensorboard", "evaluations"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("metrics.jsonl", "evaluations.jsonl", "config.yaml", "trace.json", "report.html"):
         (folder / name).unlink(missing_ok=True)

@@ -179,7 +179,7 @@ class Supervisor:
             resume=self._resume or self._generation > 1,
             key=None if self._key is None else str(self._key),
         )
-        command = [sys.executable, "-m", "flashflow.launch.role", msgspec.json.encode(spec).decode()]
+        command = [plan.python or sys.executable, "-m", "flashflow.launch.role", msgspec.json.encode(spec).decode()]
         return await asyncio.create_subprocess_exec(
             *command,
             pass_fds=[link.fileno()],

@@ -17,7 +17,7 @@ from flashflow.algorithms.settings import NO_SHAPING, AdvantageConfig, LossConfi
 from flashflow.algorithms.surrogates import own_loss
 from flashflow.config.sections import CriticSection, OptimizerSection
 from flashflow.errors import ConfigError, WeightsError
-from flashflow.records import Float32Array, Manifest, SharedWeights, Trajectory
+from flashflow.records import Float32Array, Manifest, StagedWeights, Trajectory
 from flashflow.trainers import checkpoint, sharding
 from flashflow.trainers.base import TrainResult
 from flashflow.trainers.batch import check_rows
@@ -28,7 +28,7 @@ from flashflow.trainers.metrics import UNMEASURED, batch_metrics
 from flashflow.trainers.passes import Passes
 from flashflow.trainers.state import Part, describe_parameters, load_state, save_state
 from flashflow.trainers.update import Updater
-from flashflow.transport.weights.shared_memory import WeightStage
+from flashflow.transport.weights.carrier import make_stage
 
 if TYPE_CHECKING:
     from flashflow.config.sections import Config
@@ -56,10 +56,12 @@ class FsdpTrainer:
         epochs: int = 1,
         critic: CriticSection | None = None,
         shaping: ShapingConfig = NO_SHAPING,
+        weights_folder: Path | None = None,
     ) -> None:
         """model: a transformers causal LM on its device, taken over and sharded. num_steps: for the decay of the rate.
         dtype: of the computation and of the staged weights; parameters and optimizer are float32 always.
         optimizer_steps, epochs: of a batch. critic: for estimator gae; None is its defaults.
+        weights_folder: where weights are staged as files; None: in shared memory.
 
         Uses the default process group; makes one of a single rank where there is none. Raises ConfigError on a model
         or an algorithm it does not support.
@@ -94,7 +96,7 @@ class FsdpTrainer:
             optimizer_steps=optimizer_steps,
             epochs=epochs,
         )
-        self._weight_stage = WeightStage(run_id) if self._rank == 0 else None
+        self._weight_stage = make_stage(run_id, weights_folder) if self._rank == 0 else None
         self._settings = {
             "algorithm.advantage": advantage.model_dump_json(),
             "algorithm.loss": loss.model_dump_json(),
@@ -126,6 +128,7 @@ class FsdpTrainer:
             epochs=config.batch.epochs,
             critic=config.critic,
             shaping=config.shaping,
+            weights_folder=config.run_folder / "weights" if config.weights.carrier == "file" else None,
         )
 
     def train(self, manifest: Manifest, rows: list[Trajectory]) -> TrainResult:
@@ -145,10 +148,10 @@ class FsdpTrainer:
         whole_NT = self._learner.logprobs(self._passes(rows), self._scorer, range(len(rows))).cpu().numpy()
         return [whole_NT[place, : row.num_tokens].copy() for place, row in enumerate(rows)]
 
-    def stage(self, *, fresh: bool = False) -> SharedWeights:
+    def stage(self, *, fresh: bool = False) -> StagedWeights:
         """Names are those of the unsharded model's named_parameters; of tied parameters the first only."""
         parameters = dict(self._scorer.model.named_parameters())
-        staged: list[SharedWeights | None] = [None]
+        staged: list[StagedWeights | None] = [None]
         if self._weight_stage is not None:
             staged = [
                 self._weight_stage.stage(self.step, parameters, gather=sharding.full, dtype=self._dtype, fresh=fresh)

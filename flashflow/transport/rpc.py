@@ -16,7 +16,7 @@ import torch
 from torch.distributed import rpc
 
 from flashflow.errors import ContractError, DeadlineError, FlashflowError, RemoteError
-from flashflow.records import Manifest, SharedWeights
+from flashflow.records import Manifest, StagedWeights
 from flashflow.trainers.base import TrainResult
 
 CONTROLLER = "controller-0"
@@ -97,9 +97,10 @@ class RpcTrainerLink:
         answer = await self._call("train", msgspec.msgpack.encode(manifest))
         return msgspec.msgpack.decode(answer, type=TrainResult)
 
-    async def stage(self, *, fresh: bool) -> SharedWeights:
+    async def stage(self, *, fresh: bool) -> StagedWeights:
         answer = await self._call("stage", msgspec.msgpack.encode(fresh))
-        return msgspec.msgpack.decode(answer, type=SharedWeights)
+        staged: StagedWeights = msgspec.msgpack.decode(answer, type=StagedWeights)
+        return staged
 
     async def save(self) -> Path:
         return Path((await self._call("save", b"")).decode())

@@ -44,7 +44,7 @@ class ZmqTransport:
         *,
         credits: int = CREDITS,
     ) -> None:
-        if run_key is None and not is_loopback(network.interface):
+        if run_key is None and not is_loopback(network.address):
             raise ConfigError([f"network.interface: {network.interface} leaves this host, which needs the run's key"])
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.counters: Counter[str] = Counter()
@@ -72,7 +72,7 @@ class ZmqTransport:
         self._server = ZmqServer(
             self._me,
             self._run_id,
-            self._network.interface,
+            self._network.address,
             self._bind,
             handler,
             on_peer_lost,
