@@ -12,6 +12,7 @@ import msgspec
 
 from flashflow.clock import Clock
 from flashflow.config.sections import Config
+from flashflow.launch.startup import Reach
 from flashflow.records import Task
 from flashflow.transport.channel import Transport
 
@@ -73,7 +74,9 @@ def prompt_codec(config: Config) -> "PromptCodec":
     )
 
 
-def env(config: Config, index: int, transport: Transport, clock: Clock) -> "EnvRole":
+def env(
+    config: Config, index: int, transport: Transport, clock: Clock, reach: Reach = lambda milestone: None
+) -> "EnvRole":
     from flashflow.roles.env import EnvRole
 
     return EnvRole(
@@ -89,6 +92,7 @@ def env(config: Config, index: int, transport: Transport, clock: Clock) -> "EnvR
         proxy=transport.client("proxy-0"),
         rewards=[transport.client(name) for name in names("reward", config.placement.reward)],
         clock=clock,
+        on_lease=lambda: reach("first_lease"),
     )
 
 
@@ -109,7 +113,9 @@ def reward(config: Config, *, workers: bool) -> "RewardRole":
     return RewardRole(config.reward, startup_deadline_s=config.network.startup_deadline_s, workers=workers)
 
 
-def engine(config: Config, index: int, clock: Clock, executor: Executor | None) -> "EngineRole":
+def engine(
+    config: Config, index: int, clock: Clock, executor: Executor | None, reach: Reach = lambda milestone: None
+) -> "EngineRole":
     from flashflow.engines import make_engine
     from flashflow.models import load_model, set_threads
     from flashflow.roles.engine import EngineRole
@@ -124,6 +130,7 @@ def engine(config: Config, index: int, clock: Clock, executor: Executor | None) 
         network=config.network,
         clock=clock,
         executor=executor,
+        on_tokens=lambda: reach("first_token"),
     )
 
 

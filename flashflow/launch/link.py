@@ -11,6 +11,30 @@ from typing import Any, dataclass_transform
 
 import msgspec
 
+from flashflow.launch.startup import Milestone
+
+
+class RoleSpec(msgspec.Struct, frozen=True):
+    """What the supervisor tells a role process on its command line."""
+
+    role: str
+    index: int
+    incarnation: int
+    generation: int
+    run_id: str
+    config: str
+    """Path of the resolved config."""
+    link_fd: int
+    supervisor_pid: int
+    cpus: list[int] | None
+    resume: bool
+    key: str | None
+    """Path of the run's CURVE key (mode 0600); None on loopback."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class LinkMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -26,6 +50,14 @@ class Listening(LinkMessage):
 
 class Ready(LinkMessage):
     """A role that serves nobody has started."""
+
+
+class Reached(LinkMessage):
+    """A milestone of the start."""
+
+    milestone: Milestone
+    at: float
+    """Seconds of the host's monotonic clock."""
 
 
 class StepDone(LinkMessage):
@@ -90,8 +122,9 @@ class Described(LinkMessage):
 
 
 ANY_LINK = (
-    Listening | Ready | StepDone | EvaluationDone | Note | Failed | Finished | AddressBook | Stop | Describe | Described
-)
+    Listening | Ready | Reached | StepDone | EvaluationDone | Note | Failed | Finished
+    | AddressBook | Stop | Describe | Described
+)  # fmt: skip
 
 _LENGTH = struct.Struct("<I")
 

@@ -12,9 +12,11 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,13 @@ from flashflow.launch.link import (
     Link,
     Listening,
     Note,
+    Reached,
     Ready,
+    RoleSpec,
     StepDone,
     Stop,
 )
+from flashflow.launch.startup import Milestone
 from flashflow.topology import GANG
 from flashflow.transport.addresses import Address, Addresses
 from flashflow.transport.channel import Peer
@@ -47,26 +52,6 @@ from flashflow.transport.security import load_run_key
 from flashflow.transport.zeromq import ZmqTransport
 
 PR_SET_PDEATHSIG = 1
-
-
-class RoleSpec(msgspec.Struct, frozen=True):
-    role: str
-    index: int
-    incarnation: int
-    generation: int
-    run_id: str
-    config: str
-    """Path of the resolved config."""
-    link_fd: int
-    supervisor_pid: int
-    cpus: list[int] | None
-    resume: bool
-    key: str | None
-    """Path of the run's CURVE key (mode 0600); None on loopback."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.role}-{self.index}"
 
 
 class RoleProcess:
@@ -78,6 +63,7 @@ class RoleProcess:
         self.addresses = Addresses()
         self.clock = LoopClock()
         self.describe: Callable[[], str] = lambda: f"{spec.name}: is starting"
+        self._reached: set[Milestone] = set()
         generation = spec.generation if spec.role in GANG else 0
         self.transport = ZmqTransport(
             Peer(spec.role, spec.index, spec.incarnation, generation),
@@ -85,7 +71,14 @@ class RoleProcess:
             self.addresses,
             config.network,
             None if spec.key is None else load_run_key(Path(spec.key)),
+            on_connected=partial(self.reach, "connected"),
         )
+
+    def reach(self, milestone: Milestone, at: float | None = None) -> None:
+        """The first time it is told, the supervisor is; `at` is now unless given."""
+        if milestone not in self._reached:
+            self._reached.add(milestone)
+            self.link.send(Reached(milestone=milestone, at=time.monotonic() if at is None else at))
 
     async def run(self) -> None:
         """Until stopped, or the work of the role is done."""
@@ -117,8 +110,13 @@ class RoleProcess:
         os._exit(1)  # the supervisor is gone: nobody is left to end in order for
 
     def _listening(self) -> None:
+        self.reach("ready")
         address = self.transport.address
         self.link.send(Listening(data=address.data, control=address.control))
+
+    def _ready(self) -> None:
+        self.reach("ready")
+        self.link.send(Ready())
 
     async def _serve(self, role: Any, *background: Any) -> None:
         """Serve calls until stopped; a background task that ends is an error."""
@@ -137,6 +135,7 @@ class RoleProcess:
 
     async def _buffer(self) -> None:
         buffer = build.buffer(self.config, self.clock)
+        self.reach("built")
         await buffer.start()
         try:
             await self._serve(buffer)
@@ -145,6 +144,7 @@ class RoleProcess:
 
     async def _reward(self) -> None:
         reward = build.reward(self.config, workers=True)
+        self.reach("built")
         try:
             await reward.start()
             await self._serve(reward)
@@ -153,6 +153,7 @@ class RoleProcess:
 
     async def _proxy(self) -> None:
         proxy = build.proxy(self.config, self.transport, self.clock)
+        self.reach("built")
         try:
             await proxy.start()
             await self._serve(proxy, proxy.failed)
@@ -161,13 +162,15 @@ class RoleProcess:
 
     async def _engine(self) -> None:
         with ThreadPoolExecutor(1, "engine") as executor:
-            engine = build.engine(self.config, self.spec.index, self.clock, executor)
+            engine = build.engine(self.config, self.spec.index, self.clock, executor, self.reach)
+            self.reach("built")
             await self._serve(engine, engine.run())
 
     async def _env(self) -> None:
-        env = build.env(self.config, self.spec.index, self.transport, self.clock)
+        env = build.env(self.config, self.spec.index, self.transport, self.clock, self.reach)
+        self.reach("built")
         self.describe = env.describe
-        self.link.send(Ready())
+        self._ready()
         await self._until_stopped(env.run())
 
     async def _trainer(self) -> None:
@@ -185,9 +188,10 @@ class RoleProcess:
         )
         with ThreadPoolExecutor(1, "trainer") as executor:
             trainer = build.trainer(self.config, self.spec.index, self.transport, self.spec.run_id, executor)
+            self.reach("built")
             self.describe = trainer.describe
             rpc.serve(asyncio.get_running_loop(), trainer.answer)
-            self.link.send(Ready())
+            self._ready()
             await self.stop.wait()
             await trainer.close()
 
@@ -207,8 +211,9 @@ class RoleProcess:
             num_ranks=self.config.placement.trainer, deadline_s=self.config.network.train_step_deadline_s
         )
         controller = build.controller(self.config, self.transport, link, events, self.clock, resume=self.spec.resume)
+        self.reach("built")
         self.describe = controller.describe
-        self.link.send(Ready())
+        self._ready()
         stopping = asyncio.create_task(self._forward_stop(controller.stop))
         try:
             outcome = await controller.run()
@@ -268,13 +273,18 @@ def bind_gang(interface: str) -> None:
     raise ConfigError([f"network.interface: {interface} is no address of an interface of this host"])
 
 
-async def _run(spec: RoleSpec) -> int:
+async def _run(spec: RoleSpec, imported: float) -> int:
+    """imported: when the modules above were, in seconds of time.monotonic()."""
     link = await Link.over(socket.socket(fileno=spec.link_fd))
     try:
         config = load_config(Path(spec.config))
+        configured = time.monotonic()
         if spec.role in GANG:
             bind_gang(config.network.interface)
-        await RoleProcess(spec, config, link).run()
+        process = RoleProcess(spec, config, link)
+        process.reach("imported", imported)
+        process.reach("configured", configured)
+        await process.run()
         code = 0
     except Exception as error:
         cause = first_cause(error)
@@ -290,13 +300,14 @@ async def _run(spec: RoleSpec) -> int:
 
 
 def main() -> None:
+    imported = time.monotonic()
     spec = msgspec.json.decode(sys.argv[1], type=RoleSpec)
     die_with(spec.supervisor_pid)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if spec.cpus is not None:
         os.sched_setaffinity(0, spec.cpus)
-    code = asyncio.run(_run(spec))
+    code = asyncio.run(_run(spec, imported))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a TensorPipe world with a dead member can hang the interpreter's own exit

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from flashflow.launch.events import evaluations_path
 from flashflow.launch.hosts import this_host
 from flashflow.launch.plan import plan
 from flashflow.launch.resume import refuse_changes
+from flashflow.launch.startup import StartupLog, process_began, startup_path
 from flashflow.observe.metrics import read_metrics
 from flashflow.observe.progress import ProgressDisplay
 from flashflow.transport.weights.segment import remove_segments
@@ -106,12 +108,17 @@ def resolve_model(config: Config, display: ProgressDisplay) -> Config:
 
 def supervise(config: Config, display: ProgressDisplay, *, resume: bool) -> tuple[int, str | None]:
     """Exit code and the first failure as text."""
+    began = process_began()
+    startup = StartupLog(startup_path(config.run_folder), began)
+    startup.reached("supervisor", "started", began)
+    startup.reached("supervisor", "configured", time.monotonic())
     from flashflow.launch.supervise import Supervisor
 
     run_id = uuid.uuid4().hex[:12]
 
     async def run() -> tuple[int, str | None]:
-        supervisor = Supervisor(config, plan(config, [this_host()]), run_id=run_id, resume=resume, display=display)
+        plans = plan(config, [this_host()])
+        supervisor = Supervisor(config, plans, run_id=run_id, resume=resume, display=display, startup=startup)
         code = await supervisor.run()
         return code, str(supervisor.failure) if supervisor.failure is not None else None
 
@@ -148,5 +155,5 @@ def _clear(folder: Path) -> None:
     """Remove only what a run makes; whatever else lies there is the user's."""
     for name in ("journal", "checkpoints", "logs", "gang", "weights", "tensorboard", "evaluations"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("metrics.jsonl", "evaluations.jsonl", "config.yaml", "trace.json", "report.html"):
+    for name in ("metrics.jsonl", "evaluations.jsonl", "config.yaml", "startup.json", "trace.json", "report.html"):
         (folder / name).unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Protocol
@@ -30,12 +31,14 @@ from flashflow.launch.link import (
     Listening,
     Note,
     Place,
+    Reached,
     Ready,
+    RoleSpec,
     StepDone,
     Stop,
 )
 from flashflow.launch.plan import ProcessPlan
-from flashflow.launch.role import RoleSpec
+from flashflow.launch.startup import StartupLog
 from flashflow.topology import GANG
 from flashflow.transport.security import create_run_key, is_loopback
 
@@ -106,12 +109,20 @@ class RoleHandle:
 
 class Supervisor:
     def __init__(
-        self, config: Config, plans: Sequence[ProcessPlan], *, run_id: str, resume: bool, display: Display
+        self,
+        config: Config,
+        plans: Sequence[ProcessPlan],
+        *,
+        run_id: str,
+        resume: bool,
+        display: Display,
+        startup: StartupLog,
     ) -> None:
         self._config = config
         self._run_id = run_id
         self._resume = resume
         self._display = display
+        self._startup = startup
         self._logs = config.run_folder / "logs"
         self._handles = [RoleHandle(plan, self._logs / f"{plan.role}-{plan.index}.log") for plan in plans]
         self._generation = 1
@@ -156,6 +167,8 @@ class Supervisor:
         with theirs, handle.log.open("ab") as log:
             handle.incarnation += 1
             handle.started, handle.failed, handle.place = False, None, None
+            if handle.incarnation == 1:
+                self._startup.reached(handle.name, "started", time.monotonic())
             handle.process = await self._spawn(handle, theirs, log)
         handle.link = await Link.over(ours)
         handle.link.send(AddressBook(places=self._places()))
@@ -247,6 +260,9 @@ class Supervisor:
                     self._tell_places()
                 case Ready():
                     handle.started = True
+                case Reached():
+                    if handle.incarnation == 1:
+                        self._startup.reached(handle.name, message.milestone, message.at)
                 case StepDone():
                     self._progress.set()
                     self._display.update(message.record)

@@ -87,14 +87,17 @@ class EngineRole:
         network: NetworkSection,
         clock: Clock,
         executor: Executor | None,
+        on_tokens: Callable[[], None] = lambda: None,
     ) -> None:
-        """executor: one thread, to which the engine belongs from now on; None computes in the event loop."""
+        """executor: one thread, to which the engine belongs from now on; None computes in the event loop.
+        on_tokens: called after every step that sampled a token."""
         self._name = name
         self._engine = engine
         self._section = section
         self._network = network
         self._clock = clock
         self._executor = executor
+        self._on_tokens = on_tokens
         self._answers: dict[str, Answer] = {}
         self._weights: AttachedWeights | None = None
         self._work = asyncio.Event()
@@ -203,6 +206,8 @@ class EngineRole:
             self._work.set()
 
     def _deliver(self, news: list[Sampled]) -> None:
+        if news:
+            self._on_tokens()
         for sampled in news:
             self._tokens_generated += sampled.token >= 0
             if sampled.request in self._answers:

@@ -71,7 +71,9 @@ class EnvRole:
         proxy: Client,
         rewards: Sequence[Client],
         clock: Clock,
+        on_lease: Callable[[], None] = lambda: None,
     ) -> None:
+        """on_lease: called at every lease."""
         self._name = name
         self._seed = seed
         self._codec = codec
@@ -84,6 +86,7 @@ class EnvRole:
         self._proxy = proxy
         self._rewards = rewards
         self._clock = clock
+        self._on_lease = on_lease
         self._running: dict[str, float] = {}
         self._scored = 0
 
@@ -106,6 +109,7 @@ class EnvRole:
                 case NoLease(finished=True):
                     return
                 case Lease():
+                    self._on_lease()
                     await self._attempt(answer)
 
     async def _attempt(self, lease: Lease) -> None:

@@ -10,6 +10,7 @@ Waits for: nothing.   Unblocked by: frames, the heartbeat.   Never: pickles, or 
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 
 import zmq
 
@@ -43,13 +44,16 @@ class ZmqTransport:
         run_key: RunKey | None = None,
         *,
         credits: int = CREDITS,
+        on_connected: Callable[[], None] = lambda: None,
     ) -> None:
+        """on_connected: called whenever a server has welcomed a client and none waits for its welcome."""
         if run_key is None and not is_loopback(network.address):
             raise ConfigError([f"network.interface: {network.interface} leaves this host, which needs the run's key"])
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.counters: Counter[str] = Counter()
         self._me, self._run_id, self._addresses, self._network = me, run_id, addresses, network
         self._key, self._credits = run_key, credits
+        self._on_connected = on_connected
         self._context: zmq.Context[PlainSocket] = zmq.Context()
         self._authenticator: RunKeyAuthenticator | None = None
         self._server: ZmqServer | None = None
@@ -92,6 +96,7 @@ class ZmqTransport:
                 self._connect,
                 counters=self.counters,
                 fail=self._fail,
+                on_welcome=self._welcomed,
             )
         return self._clients[name]
 
@@ -129,6 +134,10 @@ class ZmqTransport:
                     client.watch(heartbeat_s)
         except Exception as error:
             self._fail(error)
+
+    def _welcomed(self) -> None:
+        if all(client.connected for client in self._clients.values()):
+            self._on_connected()
 
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():

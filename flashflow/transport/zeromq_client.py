@@ -38,10 +38,11 @@ class ZmqClient:
         *,
         counters: Counter[str],
         fail: Callable[[BaseException], None],
+        on_welcome: Callable[[], None],
     ) -> None:
         self._me, self._my_name, self._run_id, self._name = me, e.name_of(me), run_id, name
         self._addresses, self._network, self._connect = addresses, network, connect
-        self._counters, self._fail = counters, fail
+        self._counters, self._fail, self._on_welcome = counters, fail, on_welcome
         self._link: Link | None = None
         self._server: Peer | None = None
         self._connection = 0
@@ -54,6 +55,11 @@ class ZmqClient:
         self._credits = {"call": Credits(), "stream": Credits(), "control": Credits()}
         self._unsubscribe = addresses.subscribe(name, self._on_address)
         self._open()
+
+    @property
+    def connected(self) -> bool:
+        """Its server has welcomed it."""
+        return self._server is not None
 
     # ---- what roles use
 
@@ -223,7 +229,7 @@ class ZmqClient:
         self._silent_s = 0.0
         match envelope:
             case e.Welcome():
-                self._on_welcome(envelope)
+                self._take_welcome(envelope)
             case e.Part(sequence=sequence) | e.Reply(sequence=sequence):
                 self._on_reply(sequence, frames[1:], final=isinstance(envelope, e.Reply))
             case e.Failure(sequence=sequence, kind=kind, text=text):
@@ -247,7 +253,7 @@ class ZmqClient:
             return "older_incarnation" if stamp.sender.incarnation < self._link.address.incarnation else ""
         return "" if stamp.sender == self._server else "unknown_connection"
 
-    def _on_welcome(self, welcome: e.Welcome) -> None:
+    def _take_welcome(self, welcome: e.Welcome) -> None:
         if self._server is not None:
             return
         self._server = welcome.stamp.sender
@@ -262,6 +268,7 @@ class ZmqClient:
         self._credits["control"].set_limit(CONTROL_CREDITS)
         self._credits["call"].set_limit(welcome.credits)
         self._credits["stream"].set_limit(welcome.credits)
+        self._on_welcome()
 
     def _on_reply(self, sequence: int, body: list[bytes], *, final: bool) -> None:
         pending = self._outstanding.get(sequence)
