@@ -7,19 +7,22 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flashflow.config import Config, dump_config
 from flashflow.config.rules import the_context_fits_the_model
 from flashflow.errors import ConfigError
+from flashflow.launch.directory import Over
 from flashflow.launch.events import evaluations_path
-from flashflow.launch.hosts import this_host
-from flashflow.launch.plan import plan
+from flashflow.launch.hosts import Host, bind_address, this_host
+from flashflow.launch.plan import ProcessPlan, carrier, plan
 from flashflow.launch.resume import refuse_changes
+from flashflow.launch.run_facts import RunFacts
 from flashflow.launch.startup import StartupLog, process_began, startup_path
 from flashflow.observe.metrics import read_metrics
 from flashflow.observe.progress import ProgressDisplay
+from flashflow.transport.security import create_run_key, is_loopback
 from flashflow.transport.weights.segment import remove_segments
 
 
@@ -91,12 +94,17 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Staged weights and meeting places of runs of this folder that were killed; the lock says that they are dead."""
-    for meeting in (folder / "gang").glob("*-*"):
-        remove_segments(meeting.name.rpartition("-")[0])
-        shutil.rmtree(meeting)
-    shutil.rmtree(folder / "weights", ignore_errors=True)
+def remove_leftovers(folder: Path) -> list[str]:
+    """Staged weights and keys of earlier runs of this folder; the lock says that they are dead. Returns their ids."""
+    left = sorted((folder / "gang").glob("*-*"))
+    run_ids = [entry.name.rpartition("-")[0] for entry in left]
+    for run_id in run_ids:
+        remove_segments(run_id)
+    for entry in left:
+        shutil.rmtree(entry)
+    for name in ("weights", "keys"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return run_ids
 
 
 def resolve_model(config: Config, display: ProgressDisplay) -> Config:
@@ -107,25 +115,42 @@ def resolve_model(config: Config, display: ProgressDisplay) -> Config:
 
 
 def supervise(config: Config, display: ProgressDisplay, *, resume: bool) -> tuple[int, str | None]:
-    """Exit code and the first failure as text."""
+    """All processes on this host, as the only slot of the run: exit code and the first failure as text."""
     began = process_began()
     startup = StartupLog(startup_path(config.run_folder), began)
     startup.reached("supervisor", "started", began)
     startup.reached("supervisor", "configured", time.monotonic())
+    from flashflow.launch.directory import LocalDirectory
     from flashflow.launch.supervise import Supervisor
 
-    run_id = uuid.uuid4().hex[:12]
+    hosts = [this_host(bind_address(config.network.interface))]
+    processes = plan(config, hosts)
+    facts = run_facts(config, processes, hosts, resume=resume)
 
-    async def run() -> tuple[int, str | None]:
-        plans = plan(config, [this_host()])
-        supervisor = Supervisor(config, plans, run_id=run_id, resume=resume, display=display, startup=startup)
-        code = await supervisor.run()
-        return code, str(supervisor.failure) if supervisor.failure is not None else None
+    async def run() -> Over:
+        supervisor = Supervisor(
+            config, processes, facts, directory=LocalDirectory(), display=display, startup=startup, impatient=True
+        )
+        return await supervisor.run()
 
     try:
-        return asyncio.run(run())
+        over = asyncio.run(run())
+        return over.code, over.failure
     finally:
-        remove_segments(run_id)
+        remove_segments(facts.run_id)
+
+
+def run_facts(config: Config, processes: Sequence[ProcessPlan], hosts: Sequence[Host], *, resume: bool) -> RunFacts:
+    """Of a new run id; makes its key when an address leaves its host (contract 6), and its entry in the run folder."""
+    run_id = uuid.uuid4().hex[:12]
+    (config.run_folder / "gang" / f"{run_id}-1").mkdir(parents=True)
+    key = None
+    if not all(is_loopback(host.address) for host in hosts):
+        path = config.run_folder / "keys" / f"{run_id}.key"
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        create_run_key(path)
+        key = str(path)
+    return RunFacts(run_id=run_id, resume=resume, carrier=carrier(config, processes), key=key)
 
 
 def steps_done(config: Config) -> int:
