@@ -47,7 +47,8 @@ TORCH_FREE = (
     "flashflow.transport.in_process", "flashflow.transport.zeromq", "flashflow.data.stream",
     "flashflow.environments.single_turn", "flashflow.rewards.pool", "flashflow.roles.env", "flashflow.roles.buffer",
     "flashflow.roles.reward", "flashflow.observe.metrics", "flashflow.observe.progress", "flashflow.launch.run",
-    "flashflow.launch.supervise", "flashflow.launch.slot", "flashflow.launch.check", "flashflow.launch.evaluate", "flashflow.launch.export",
+    "flashflow.launch.supervise", "flashflow.launch.slot", "flashflow.launch.check", "flashflow.launch.evaluate",
+    "flashflow.launch.export",
     "flashflow.builtin.smollm2", "flashflow.cli",
 )  # fmt: skip
 
