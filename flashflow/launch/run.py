@@ -137,7 +137,14 @@ def supervise(config: Config, display: ProgressDisplay, *, resume: bool) -> tupl
         over = asyncio.run(run())
         return over.code, over.failure
     finally:
-        remove_segments(facts.run_id)
+        tidy(facts)
+
+
+def tidy(facts: RunFacts) -> None:
+    """What a run leaves on its hosts when processes were killed; each host removes its own."""
+    remove_segments(facts.run_id)
+    if facts.key is not None:
+        Path(facts.key).unlink(missing_ok=True)
 
 
 def run_facts(config: Config, processes: Sequence[ProcessPlan], hosts: Sequence[Host], *, resume: bool) -> RunFacts:

@@ -108,7 +108,7 @@ class Slot:
             try:
                 over, cut_off = asyncio.run(self._supervise(config, roster, f"{number}"))
             finally:
-                remove_segments(roster.facts.run_id)
+                run.tidy(roster.facts)
             return self._conclude(config, over, cut_off=cut_off)
 
     # ---- before
