@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from flashflow.config import Config, dump_config, load_config
-from flashflow.errors import ConfigError, DeadlineError, FlashflowError
+from flashflow.errors import ConfigError, FlashflowError
 from flashflow.launch import kinship, run
+from flashflow.launch.agent import tell_verdict
 from flashflow.launch.console import MergedLogs
 from flashflow.launch.directory import Over
 from flashflow.launch.hosts import Host, bind_address, source_address, this_host
@@ -86,11 +87,14 @@ class Slot:
         self._options = options
         self._display = display
         self._store = self._connect()
+        self.verdict: int | None = None
+        """Exit code, when starting again would end the same way."""
 
     def run(self) -> int:
         """The exit code. Raises ConfigError with what slot 0 refuses."""
         if self._store.check(["verdict"]):
-            return msgspec.json.decode(self._store.get("verdict"), type=Verdict).code
+            self.verdict = msgspec.json.decode(self._store.get("verdict"), type=Verdict).code
+            return self.verdict
         with contextlib.ExitStack() as stack:
             number, roster = meet(
                 self._store,
@@ -239,6 +243,7 @@ class Slot:
         return over.code
 
     def _judge(self, code: int) -> None:
+        self.verdict = code
         self._store.set("verdict", msgspec.json.encode(Verdict(code)).decode())
 
     def _await_store(self, deadline_s: float) -> None:
@@ -287,36 +292,40 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run_slot(arguments: Sequence[str], display: ProgressDisplay) -> int:
-    """Raises FlashflowError."""
+def run_slot(arguments: Sequence[str], display: ProgressDisplay) -> tuple[int, bool]:
+    """Exit code, and whether starting again would end the same way. Raises FlashflowError."""
     options = _options(arguments)
     worker = Worker.read(os.environ)
     config = load_config(options.config, [*options.overrides, *role_overrides(options.roles)])
     if config.run.runtime == "in_process":
         raise ConfigError(["run.runtime: in_process has no slots; use flashflow train, or processes"])
     kinship.die_with(os.getppid(), signal.SIGTERM)
-    return Slot(worker, config, options, display).run()
+    slot = Slot(worker, config, options, display)
+    return slot.run(), slot.verdict is not None
 
 
 def main() -> None:
     """Mistakes are printed by one slot of each node, in the first attempt only."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # reward modules beside the config are found here as they are in role processes
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    leads_node = os.environ.get("LOCAL_RANK", "0") == "0"
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     try:
         with ProgressDisplay() as display:
-            code = run_slot(sys.argv[1:], display)
+            code, final = run_slot(sys.argv[1:], display)
     except ConfigError as error:
-        if speaks:
+        if leads_node and first:
             count = len(error.mistakes)
             lines = [f"flashflow: {count} mistake{'s' if count > 1 else ''} in the config; nothing was started"]
             print("\n".join([*lines, *(f"  {mistake}" for mistake in error.mistakes)]), file=sys.stderr)
-        code = 2
-    except (FlashflowError, DeadlineError) as error:
+        code, final = 2, True
+    except FlashflowError as error:
         print(f"flashflow: {error}", file=sys.stderr)
-        code = 1
+        code, final = 1, False
     sys.stdout.flush()
     sys.stderr.flush()
+    if final and leads_node:
+        tell_verdict(code)
     os._exit(code)  # the store's thread may hang in a socket
 
 

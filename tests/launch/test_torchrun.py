@@ -1,4 +1,4 @@
-"""Real torchrun on real hosts, as far as network namespaces are: the whole ring, split every way, killed and cut off."""
+"""Real torchrun on real hosts, as far as network namespaces are: the ring split every way, killed and cut off."""
 
 import json
 import os
