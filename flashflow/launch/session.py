@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 POLL_S = 0.1
+HEARING_S = 5.0
+"""Slot 0 waits no longer for the others to hear a refusal."""
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -69,6 +71,7 @@ def meet(store: "Store", me: Hello, num_slots: int, lead: Lead, *, deadline_s: f
         if number and store.check([f"{number}/roster"]):
             roster = msgspec.json.decode(store.get(f"{number}/roster"), type=Roster)
             if roster.nonces[me.rank] == me.nonce:
+                store.add(f"{number}/heard", 1)
                 return number, roster
         _rest(ends, "slot 0 has not prepared the run")
 
@@ -85,6 +88,11 @@ def _lead(store: "Store", me: Hello, num_slots: int, lead: Lead, ends: float) ->
     except ConfigError as error:
         roster = Roster(nonces=[hello.nonce for hello in hellos], refusal=error.mistakes)
     store.set(f"{number}/roster", msgspec.json.encode(roster).decode())
+    if roster.refusal:
+        # The store ends with the torchrun agent of this host: everybody is to hear why before.
+        heard_by = time.monotonic() + HEARING_S
+        while store.add(f"{number}/heard", 0) < num_slots - 1 and time.monotonic() < heard_by:
+            time.sleep(POLL_S)
     return number, roster
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 KEPT_NEWS = 4096
 """Older news of a slot are deleted: every slot has read them long since, or is lost."""
+LEAVE_S = 5.0
+"""So long slot 0, on whose host the store may lie, waits at the end for the others to hear of it."""
 CLOSE_S = 2.0
 """A last write may take so long."""
 
@@ -105,7 +107,7 @@ class StoreDirectory:
 
     async def close(self) -> Over | None:
         self._closing.set()
-        await asyncio.to_thread(self._thread.join, CLOSE_S)
+        await asyncio.to_thread(self._thread.join, LEAVE_S + CLOSE_S)
         over = self._registers["over"]
         return msgspec.json.decode(over, type=Over) if over else None
 
@@ -118,6 +120,7 @@ class StoreDirectory:
                 self._work()
                 self._look()
                 self._answered_at = time.monotonic()
+            self._leave()
         except Exception as error:
             self._failure = error
 
@@ -127,6 +130,12 @@ class StoreDirectory:
             self._tasks.get(timeout=0 if self._closing.is_set() else POLL_S)()
             while True:
                 self._tasks.get_nowait()()
+
+    def _leave(self) -> None:
+        self._store.add("left", 1)
+        ends = time.monotonic() + LEAVE_S
+        while self._slot == 0 and self._store.add("left", 0) < len(self._names) and time.monotonic() < ends:
+            time.sleep(POLL_S)
 
     def _append(self, news: ANY_NEWS) -> None:
         self._written += 1

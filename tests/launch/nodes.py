@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = ROOT / "launch" / "main.py"
-TORCHRUN = Path(sys.executable).with_name("torchrun")
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun"))]
+AGENT = [sys.executable, "-m", "flashflow.launch.agent"]
 
 
 def ip(*arguments: str) -> None:
@@ -83,7 +84,3 @@ def make_nodes(count: int) -> Iterator[Nodes]:
         yield nodes
     finally:
         nodes.close()
-
-
-def torchrun(*arguments: str) -> list[str]:
-    return [str(TORCHRUN), "--monitor-interval", "0.1", *arguments]

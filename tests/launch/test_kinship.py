@@ -68,10 +68,17 @@ def family():
     family.parent.wait()
 
 
+def lives(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def gone(*processes, seconds=20):
     """Dead; whether somebody has reaped them does not count."""
     ends = time.monotonic() + seconds
-    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
+    while any(map(lives, processes)):
         if time.monotonic() > ends:
             return False
         time.sleep(0.02)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flashflow.config import load_config
-from tests.launch.nodes import MAIN, Nodes, make_nodes, torchrun
+from tests.launch.nodes import AGENT, MAIN, TORCHRUN, Nodes, make_nodes
 from tests.reference_loop import reference_loop
 from tests.ring import final_weights, make_ring, metrics
 
@@ -48,6 +48,7 @@ class Torchrun:
         max_restarts: int = 0,
         endpoint: str | None = None,
         join_s: int = 60,
+        program: list[str] = TORCHRUN,
     ) -> None:
         self.config = config
         self._stack = ExitStack()
@@ -57,19 +58,19 @@ class Torchrun:
             rendezvous = f"join_timeout={join_s},read_timeout=20,is_host={int(number == 0)}"
             command = nodes.command(
                 number,
-                *torchrun(
-                    f"--nnodes={len(nodes.names)}",
-                    f"--nproc-per-node={slots}",
-                    f"--max-restarts={max_restarts}",
-                    "--rdzv-backend=c10d",
-                    "--rdzv-id=test",
-                    f"--rdzv-endpoint={endpoint or nodes.names[0]}:{PORT}",
-                    f"--rdzv-conf={rendezvous}",
-                    str(MAIN),
-                    "--config",
-                    str(config),
-                    *arguments,
-                ),
+                *program,
+                "--monitor-interval=0.1",
+                f"--nnodes={len(nodes.names)}",
+                f"--nproc-per-node={slots}",
+                f"--max-restarts={max_restarts}",
+                "--rdzv-backend=c10d",
+                "--rdzv-id=test",
+                f"--rdzv-endpoint={endpoint or nodes.names[0]}:{PORT}",
+                f"--rdzv-conf={rendezvous}",
+                str(MAIN),
+                "--config",
+                str(config),
+                *arguments,
             )
             output = self._stack.enter_context(log.open("w"))
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -158,27 +159,34 @@ def test_two_trainer_ranks_on_two_hosts_are_one_gang(nodes, tmp_path, hosts):
     assert [line["step"] for line in metrics(run.config)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--roles=engines=2", "--roles: 'engines=2' names no role; did you mean engine?"),
-        ("placement.nodes.env=gpu*", "placement.nodes.env: 'gpu*' matches none of hosts"),
-    ],
-)
-def test_a_wrong_split_exits_2_on_every_node_with_one_message(nodes, tmp_path, argument, message):
-    run = Torchrun(nodes, make_ring(tmp_path), argument, max_restarts=1)
-    assert all(run.wait())
+MISTAKES = {
+    "--roles=engines=2": "--roles: 'engines=2' names no role; did you mean engine?",
+    "placement.nodes.env=gpu*": "placement.nodes.env: 'gpu*' matches none of hosts",
+}
+
+
+@pytest.mark.parametrize("argument", MISTAKES)
+def test_a_wrong_split_exits_2_on_every_node_with_one_message_and_no_traceback(nodes, tmp_path, argument):
+    run = Torchrun(nodes, make_ring(tmp_path), argument, max_restarts=3, program=AGENT)
+    assert run.wait() == [2, 2], run.output()
     for number in range(len(nodes.names)):
         output = run.output(number)
-        assert output.count(message) == 1, output
-        assert re.search(r"exitcode +: 2 ", output), output
-        assert "in run_slot" not in output, output
+        assert output.count(MISTAKES[argument]) == 1, output
+        assert "Traceback" not in output, output
     assert not load_config(run.config).run_folder.exists()
 
 
-def test_a_reward_that_raises_is_shown_first_and_not_tried_again(nodes, tmp_path):
-    run = Torchrun(nodes, make_ring(tmp_path, reward="explode"), "--roles=env=2", max_restarts=2)
+def test_under_plain_torchrun_a_slot_says_its_mistake_once_however_often_it_is_started(nodes, tmp_path):
+    argument, message = next(iter(MISTAKES.items()))
+    run = Torchrun(nodes, make_ring(tmp_path), argument, max_restarts=2)
     assert all(run.wait())
+    assert [run.output(number).count(message) for number in (0, 1)] == [1, 1], run.output()
+    assert "in run_slot" not in run.output()
+
+
+def test_a_reward_that_raises_is_shown_first_and_not_tried_again(nodes, tmp_path):
+    run = Torchrun(nodes, make_ring(tmp_path, reward="explode"), "--roles=env=2", max_restarts=2, program=AGENT)
+    assert run.wait() == [1, 1], run.output()
     assert run.output().count("the reward function of the test blew up") == 1, run.output()
     assert "flashflow: env-" in run.output(0) or "flashflow: reward-" in run.output(0)
     assert nothing_left(nodes) == []
