@@ -11,6 +11,7 @@ FlashflowError
 │   ├── PeerLost         the other end died or left
 │   ├── NotServing       an engine does not hold the weights that a request needs
 │   └── RemoteError      the other end raised while it handled the call
+├── EnvironmentBroken    an environment crashed: the attempt is tried again
 └── BudgetError          a bounded number of retries or restarts is used up
 """
 
@@ -65,6 +66,10 @@ class RemoteError(TransportError):
     def __init__(self, kind: str, message: str) -> None:
         self.kind = kind
         super().__init__(f"{kind}: {message}")
+
+
+class EnvironmentBroken(FlashflowError):
+    """An environment crashed or misbehaved; its attempt is tried again within the budget."""
 
 
 class BudgetError(FlashflowError):

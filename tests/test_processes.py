@@ -33,14 +33,14 @@ class Run:
             command(path, *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
         )
 
-    def until_step(self, step: int) -> None:
-        """Blocks on the output line that reports the step."""
+    def until_step(self, step: int) -> str:
+        """The output up to the line that reports the step; blocks until it is there."""
         assert self.process.stdout is not None
         lines = []
         for line in self.process.stdout:
             lines.append(line)
             if re.match(rf"step +{step}/", line):
-                return
+                return "".join(lines)
         raise AssertionError("".join(lines))
 
     def segments(self) -> set[str]:

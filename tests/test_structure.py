@@ -49,7 +49,8 @@ TORCH_FREE = (
     "flashflow.roles.reward", "flashflow.observe.metrics", "flashflow.observe.progress", "flashflow.launch.run",
     "flashflow.launch.supervise", "flashflow.launch.slot", "flashflow.launch.check", "flashflow.launch.evaluate",
     "flashflow.launch.export",
-    "flashflow.builtin.smollm2", "flashflow.cli",
+    "flashflow.builtin.smollm2", "flashflow.cli", "flashflow.engines.simulated", "flashflow.trainers.simulated",
+    "flashflow.simulate.episodes", "flashflow.simulate.reward", "flashflow.launch.in_process",
 )  # fmt: skip
 
 

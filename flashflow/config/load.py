@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from flashflow.config import rules
 from flashflow.config.document import Document, read_document, read_value, write_document
-from flashflow.config.mistakes import explain, models_of, unknown_key
+from flashflow.config.mistakes import explain, models_of, nearest, unknown_key
 from flashflow.config.sections import Config
 from flashflow.errors import ConfigError
 
@@ -99,7 +100,12 @@ def _validate(values: dict[str, Any]) -> tuple[dict[str, BaseModel | None], list
         if field.default is None and values.get(name) is None:
             sections[name] = None
             continue
-        (kind,) = models_of(field.annotation)
+        try:
+            kind = _kind(name, field, values.get(name))
+        except ConfigError as error:
+            mistakes += error.mistakes
+            broken.append(name)
+            continue
         try:
             sections[name] = _section(kind, values.get(name))
         except ValidationError as error:
@@ -110,6 +116,18 @@ def _validate(values: dict[str, Any]) -> tuple[dict[str, BaseModel | None], list
             with contextlib.suppress(ValidationError):
                 sections[name] = _section(kind, _without(values.get(name), keys))
     return sections, mistakes, broken
+
+
+def _kind(section: str, field: FieldInfo, values: Any) -> type[BaseModel]:
+    """The model of a section; of several, the one its `kind` names, by default the field's. Raises ConfigError."""
+    kinds = models_of(field.annotation)
+    if len(kinds) == 1 or not isinstance(values, dict) or "kind" not in values:
+        return kinds[0] if len(kinds) == 1 else type(field.default)
+    tagged = {str(kind.model_fields["kind"].default): kind for kind in kinds}
+    if values["kind"] not in tagged:
+        close = nearest(str(values["kind"]), tagged)
+        raise ConfigError([f"{section}.kind: {values['kind']!r} is no kind of {section}; {close}"])
+    return tagged[values["kind"]]
 
 
 def _without(values: Any, keys: set[str]) -> Any:

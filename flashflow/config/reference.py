@@ -30,10 +30,11 @@ def reference() -> str:
     """One heading per section, one table row per field."""
     schema = Config.model_json_schema()
     definitions = schema["$defs"]
-    lines = [HEAD]
+    lines, seen = [HEAD], set[str]()
     for name, section in schema["properties"].items():
-        lines += _section(name, _definition(section, definitions))
-        lines += _nested(name, _definition(section, definitions), definitions)
+        for title, model in _kinds(name, section, definitions):
+            lines += _section(title, model)
+            lines += _nested(name, model, definitions, seen)
         if name == "algorithm":
             lines += _algorithm_options()
     return "\n".join(lines).rstrip() + "\n"
@@ -53,13 +54,27 @@ def _section(title: str, model: Mapping[str, Any], only: Container[str] | None =
     yield ""
 
 
-def _nested(title: str, model: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[str]:
-    """Tables of the sections inside the section, and of the kinds of each tagged union in it."""
+def _kinds(
+    name: str, section: Mapping[str, Any], definitions: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The section; of a tagged union each kind."""
+    mapping = section.get("discriminator", {}).get("mapping")
+    if mapping is None:
+        yield name, _definition(section, definitions)
+        return
+    for kind, target in mapping.items():
+        yield f"{name}, kind: {kind}", definitions[target.split("/")[-1]]
+
+
+def _nested(title: str, model: Mapping[str, Any], definitions: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
+    """Tables of the sections in the section, and of the kinds of each tagged union; a kind of several fields once."""
     for name, field in model["properties"].items():
         if "$ref" in field:
             yield from _section(f"{title}.{name}", _definition(field, definitions))
         for kind, target in field.get("discriminator", {}).get("mapping", {}).items():
-            yield from _section(f"{title}.{name}, kind: {kind}", definitions[target.split("/")[-1]])
+            if target not in seen:
+                seen.add(target)
+                yield from _section(f"{title}.{name}, kind: {kind}", definitions[target.split("/")[-1]])
 
 
 def _algorithm_options() -> Iterator[str]:
@@ -78,6 +93,8 @@ def _definition(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> Map
 
 
 def _type(field: Mapping[str, Any]) -> str:
+    if "fixed" in field.get("discriminator", {}).get("mapping", {}):
+        return "a distribution: fields of `fixed`, `normal`, `lognormal`, `empirical` or `given`"
     if "discriminator" in field or "$ref" in field:
         return "fields, below"
     if "const" in field:

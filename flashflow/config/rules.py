@@ -38,11 +38,13 @@ from flashflow.config.sections import (
     RolloutSection,
     RunSection,
     SamplingSection,
+    TrainerSection,
     filters_dynamically,
     overlong_lengths,
     penalises_overlong,
     trained_staleness,
 )
+from flashflow.config.simulated import EmpiricalDistribution, SimulatedEngineSection, SimulateSection
 
 Rule = Callable[..., Iterator[str]]
 
@@ -285,12 +287,20 @@ def the_reward_exists(reward: RewardSection) -> Iterator[str]:
         yield f"reward.function: {reward.function!r}: {problem}"
 
 
-def the_model_exists(model: ModelSection) -> Iterator[str]:
-    if model.path.startswith("builtin:"):
+def the_model_exists(model: ModelSection, trainer: TrainerSection) -> Iterator[str]:
+    if trainer.kind == "simulated":
+        return
+    if not model.path:
+        yield f"model.path: missing; {_described(ModelSection, 'path')}"
+    elif model.path.startswith("builtin:"):
         if model.path not in BUILTIN_MODELS:
             yield f"model.path: {model.path!r} is no builtin model; valid: {', '.join(BUILTIN_MODELS)}"
     else:
         yield from _problem_of_model("model.path", model.path)
+
+
+def _described(section: type[BaseModel], field: str) -> str:
+    return " ".join((section.model_fields[field].description or "").split())
 
 
 def _problem_of_model(field: str, path: str) -> Iterator[str]:
@@ -363,7 +373,7 @@ def the_data_files_have_what_is_asked(data: DataSection, evaluation: EvalSection
 
 
 def the_context_fits_the_model(model: ModelSection, engine: EngineSection) -> Iterator[str]:
-    limit = _max_positions(Path(model.path) / "config.json")
+    limit = _max_positions(Path(model.path) / "config.json") if model.path else None
     if limit is not None and engine.max_context_tokens > limit:
         yield (
             f"engine.max_context_tokens: {engine.max_context_tokens} is more than max_position_embeddings {limit} of "
@@ -387,6 +397,62 @@ def the_torch_engine_has_one_device(engine: EngineSection, placement: PlacementS
             f"placement.tensor_parallel: {placement.tensor_parallel} devices for an engine, but engine.kind torch "
             f"computes on one; set it to 1 and placement.engine to {placement.engine * placement.tensor_parallel}"
         )
+
+
+def simulated_parts_go_together(engine: EngineSection, trainer: TrainerSection, data: DataSection) -> Iterator[str]:
+    kinds = {"engine.kind": engine.kind, "trainer.kind": trainer.kind, "data.source.kind": data.source.kind}
+    real = [path for path, kind in kinds.items() if kind != "simulated"]
+    if 0 < len(real) < len(kinds):
+        (first, *_) = (path for path in kinds if path not in real)
+        yield from (
+            f"{path}: {kinds[path]} does not go with {first} simulated: there is no model and no text; "
+            f"make all three simulated, or none"
+            for path in real
+        )
+
+
+def simulated_answers_meet_their_deadline(
+    engine: EngineSection, sampling: SamplingSection, rollout: RolloutSection
+) -> Iterator[str]:
+    if not isinstance(engine, SimulatedEngineSection) or engine.stream_every_s is not None:
+        return
+    rate = engine.decode_tokens_per_s
+    longest_s = sampling.max_new_tokens / rate if rate else 0.0
+    if longest_s >= rollout.turn_deadline_s:
+        yield (
+            f"rollout.turn_deadline_s: {rollout.turn_deadline_s:g} ends the longest answers, sampling.max_new_tokens "
+            f"{sampling.max_new_tokens} at engine.decode_tokens_per_s {rate:g} taking {longest_s:.0f} s without a "
+            f"sign of life; raise it, or set engine.stream_every_s"
+        )
+
+
+def simulated_distributions_can_be_read(
+    engine: EngineSection, data: DataSection, simulate: SimulateSection
+) -> Iterator[str]:
+    sections = {"engine": engine, "data.source": data.source, "simulate": simulate}
+    for section, holder in sections.items():
+        for name in type(holder).model_fields:
+            found = getattr(holder, name)
+            if isinstance(found, EmpiricalDistribution) and (problem := _problem_of_numbers(found.path)):
+                yield f"{section}.{name}.path: {str(found.path)!r} {problem}; name a file with one number on each line"
+
+
+def _problem_of_numbers(path: Path) -> str:
+    try:
+        numbers = [float(line) for line in path.read_text().split()]
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {error}"
+    if not numbers:
+        return "is empty"
+    return "holds a number below 0" if min(numbers) < 0 else ""
+
+
+def only_simulated_environments_are_described(simulate: SimulateSection, trainer: TrainerSection) -> Iterator[str]:
+    if trainer.kind == "simulated":
+        return
+    for name, field in SimulateSection.model_fields.items():
+        if getattr(simulate, name) != field.default:
+            yield f"simulate.{name}: has no effect with trainer.kind {trainer.kind}; remove it"
 
 
 RULES: tuple[Rule, ...] = (
@@ -414,4 +480,8 @@ RULES: tuple[Rule, ...] = (
     the_data_files_have_what_is_asked,
     the_context_fits_the_model,
     the_torch_engine_has_one_device,
+    simulated_parts_go_together,
+    simulated_answers_meet_their_deadline,
+    simulated_distributions_can_be_read,
+    only_simulated_environments_are_described,
 )

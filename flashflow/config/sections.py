@@ -8,16 +8,19 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 from flashflow.algorithms.presets import DYNAMIC_SAMPLING, OVERLONG_PENALTY
 from flashflow.algorithms.settings import FilterConfig, ReplayConfig, ShapingConfig
+from flashflow.config.base import Section
+from flashflow.config.simulated import (
+    SimulatedData,
+    SimulatedEngineSection,
+    SimulatedTrainerSection,
+    SimulateSection,
+)
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 CACHE_SHARE = 5
 """The overlong cache is one part in so many of the budget unless it is given."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
@@ -38,8 +41,9 @@ class RunSection(Section):
 class ModelSection(Section):
     """The policy that is trained."""
 
-    path: str
-    """Folder of a Hugging Face model, a hub name, `builtin:quickstart` or `builtin:smollm2-135m` (docs/models.md)."""
+    path: str = ""
+    """Folder of a Hugging Face model, a hub name, `builtin:quickstart` or `builtin:smollm2-135m` (docs/models.md);
+    needed unless engine and trainer are simulated."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights, in engines and trainer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -94,7 +98,9 @@ class HuggingFaceData(Section):
     """Split of held-out problems; needed to evaluate."""
 
 
-Source = Annotated[ReasoningGymData | JsonlData | ParquetData | HuggingFaceData, Field(discriminator="kind")]
+Source = Annotated[
+    ReasoningGymData | JsonlData | ParquetData | HuggingFaceData | SimulatedData, Field(discriminator="kind")
+]
 
 
 class DataSection(Section):
@@ -272,7 +278,16 @@ class TorchEngineSection(Section):
     """Interpreter of the engine's process, of another virtual environment, say. null: that of the others."""
 
 
-EngineSection = TorchEngineSection
+EngineSection = TorchEngineSection | SimulatedEngineSection
+
+
+class FsdpTrainerSection(Section):
+    """FSDP2 over the trainer ranks."""
+
+    kind: Literal["fsdp"] = "fsdp"
+
+
+TrainerSection = FsdpTrainerSection | SimulatedTrainerSection
 
 
 class WeightsSection(Section):
@@ -402,7 +417,7 @@ class PlacementSection(Section):
 
 class Config(Section):
     run: RunSection = RunSection()
-    model: ModelSection
+    model: ModelSection = ModelSection()
     data: DataSection
     reward: RewardSection
     sampling: SamplingSection = SamplingSection()
@@ -414,17 +429,24 @@ class Config(Section):
     replay: ReplaySection = ReplaySection()
     optimizer: OptimizerSection = OptimizerSection()
     critic: CriticSection | None = None
-    engine: EngineSection = TorchEngineSection()
+    engine: Annotated[EngineSection, Field(discriminator="kind")] = TorchEngineSection()
+    trainer: Annotated[TrainerSection, Field(discriminator="kind")] = FsdpTrainerSection()
     weights: WeightsSection = WeightsSection()
     evaluation: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     journal: JournalSection = JournalSection()
     network: NetworkSection = NetworkSection()
     placement: PlacementSection = PlacementSection()
+    simulate: SimulateSection = SimulateSection()
 
     @property
     def run_folder(self) -> Path:
         return self.run.folder / self.run.name
+
+    @property
+    def simulated(self) -> bool:
+        """No model, no tokenizer and no environment: the parts that compute are simulated (config/rules.py)."""
+        return self.trainer.kind == "simulated"
 
     @property
     def samples_per_batch(self) -> int:

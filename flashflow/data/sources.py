@@ -10,11 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, assert_never
 
-from flashflow.config.sections import HuggingFaceData, JsonlData, ParquetData, ReasoningGymData, Source
+from flashflow.config.sections import (
+    HuggingFaceData,
+    JsonlData,
+    ParquetData,
+    ReasoningGymData,
+    Source,
+)
+from flashflow.config.simulated import SimulatedData
 from flashflow.data.packages import optional_package
 from flashflow.data.plain import plain
 from flashflow.data.split import is_held_out
-from flashflow.errors import ConfigError
+from flashflow.errors import ConfigError, ContractError
 
 Row = Mapping[str, Any]
 """Columns of one row."""
@@ -40,6 +47,8 @@ def read_source(source: Source) -> Rows:
             rows = read_hugging_face(source)
         case ReasoningGymData():
             rows = read_reasoning_gym(source)
+        case SimulatedData():
+            raise ContractError("simulated tasks have no rows; data.stream makes them")
         case _:
             assert_never(source)
     if not rows.train:

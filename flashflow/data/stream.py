@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flashflow.config.sections import DataSection
+from flashflow.config.simulated import SimulatedData
 from flashflow.data.base import TaskStream
 from flashflow.data.plain import plain
+from flashflow.data.simulated import SimulatedStream
 from flashflow.data.sources import Row, Rows, read_source
 from flashflow.errors import ConfigError
 from flashflow.records import Task
@@ -19,6 +21,8 @@ from flashflow.records import Task
 def make_stream(section: DataSection, seed: int) -> TaskStream:
     """Reads the source and checks it. Raises ConfigError: see read_source; a row without a usable prompt; a held-out
     prompt that is also trained on."""
+    if isinstance(section.source, SimulatedData):
+        return SimulatedStream(section, section.source, seed)
     rows = read_source(section.source)
     _check_disjoint(rows, section.prompt_column)
     return ShuffledStream(rows, section, seed)

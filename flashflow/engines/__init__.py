@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from flashflow.config.sections import EngineSection
+from flashflow.config.sections import TorchEngineSection
 from flashflow.engines.base import Engine
 
 
-def make_engine(section: EngineSection, model: Any, tokenizer: Any = None) -> Engine:
-    """The engine of the config's kind.
+def make_engine(section: TorchEngineSection, model: Any, tokenizer: Any = None) -> Engine:
+    """The embedded engine.
 
     model: a transformers causal LM (flashflow.models.load_model), taken over. tokenizer: for stop strings.
     Raises ConfigError when the engine cannot keep what the section promises.

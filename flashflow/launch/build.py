@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from flashflow.clock import Clock
-from flashflow.config.sections import Config
+from flashflow.config.sections import Config, TorchEngineSection
+from flashflow.config.simulated import SimulatedEngineSection, SimulatedTrainerSection
 from flashflow.launch.startup import Reach
 from flashflow.records import Task
 from flashflow.transport.channel import Transport
 
 if TYPE_CHECKING:
+    from flashflow.engines.simulated import SimulatedEngine
+    from flashflow.environments.episode import Episodes
     from flashflow.roles.buffer import Buffer
     from flashflow.roles.controller import Controller, Events, TrainerLink
     from flashflow.roles.engine import EngineRole
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from flashflow.roles.proxy import ProxyRole
     from flashflow.roles.reward import RewardRole
     from flashflow.roles.trainer import TrainerRole
+    from flashflow.simulate.spans import Spans
+    from flashflow.trainers.simulated import SimulatedTrainer
 
 
 def names(role: str, count: int) -> list[str]:
@@ -54,6 +59,8 @@ def prompt_codec(config: Config) -> "PromptCodec":
     from flashflow.roles.env import PromptCodec
     from flashflow.tokenizers import load_tokenizer, stop_ids
 
+    if config.simulated:
+        return _simulated_codec()
     tokenizer = load_tokenizer(config.model.path)
     column, system_prompt = config.data.prompt_column, config.data.system_prompt
 
@@ -70,6 +77,30 @@ def prompt_codec(config: Config) -> "PromptCodec":
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         prompt_text=lambda task: prompt_text(task.row[column]),
         stop_ids=stop_ids(tokenizer, config.model.path),
+    )
+
+
+def _simulated_codec() -> "PromptCodec":
+    """Prompts have lengths only; an answer is told from others by its one token, over and over, and its length."""
+    from flashflow.roles.env import PromptCodec
+    from flashflow.simulate.episodes import prompt_ids
+
+    return PromptCodec(
+        encode=lambda task: prompt_ids(task).tolist(),
+        decode=lambda ids: f"{ids[0]} x {len(ids)}" if len(ids) else "",
+        prompt_text=lambda task: "",
+        stop_ids=[],
+    )
+
+
+def episodes(config: Config, clock: Clock) -> "Episodes | None":
+    """How attempts go on, where something stands in for their environments."""
+    if not config.simulated:
+        return None
+    from flashflow.simulate.episodes import SimulatedEnvironments
+
+    return SimulatedEnvironments(
+        config.simulate, seed=config.run.seed, group_size=config.rollout.group_size, clock=clock
     )
 
 
@@ -92,6 +123,7 @@ def env(
         rewards=[transport.client(name) for name in names("reward", config.placement.reward)],
         clock=clock,
         on_lease=lambda: reach("first_lease"),
+        episodes=episodes(config, clock),
     )
 
 
@@ -113,13 +145,18 @@ def reward(config: Config, *, workers: bool) -> "RewardRole":
 
 
 def engine(
-    config: Config, index: int, clock: Clock, executor: Executor | None, reach: Reach = lambda milestone: None
-) -> "EngineRole":
+    config: Config, index: int, clock: Clock, executor: Executor | None, reach: Reach = lambda milestone: None,
+    spans: "Spans | None" = None,
+) -> "EngineRole | SimulatedEngine":  # fmt: skip
+    """spans: hears of a simulated engine's requests."""
+    if isinstance(config.engine, SimulatedEngineSection):
+        return _simulated_engine(config, config.engine, index, clock, spans)
     from flashflow.engines import make_engine
     from flashflow.models import load_model, set_threads
     from flashflow.roles.engine import EngineRole
     from flashflow.tokenizers import load_tokenizer
 
+    assert isinstance(config.engine, TorchEngineSection)
     set_threads(config.placement.threads)
     model = load_model(config.model.path, config.model.dtype, config.model.device)
     return EngineRole(
@@ -133,8 +170,27 @@ def engine(
     )
 
 
-def trainer(config: Config, rank: int, transport: Transport, run_id: str, executor: Executor | None) -> "TrainerRole":
-    """The process group must exist."""
+def _simulated_engine(
+    config: Config, section: SimulatedEngineSection, index: int, clock: Clock, spans: "Spans | None"
+) -> "SimulatedEngine":
+    from flashflow.engines.simulated import SimulatedEngine
+
+    return SimulatedEngine(
+        name=f"engine-{index}",
+        section=section,
+        group_size=config.rollout.group_size,
+        network=config.network,
+        clock=clock,
+        spans=spans,
+    )
+
+
+def trainer(
+    config: Config, rank: int, transport: Transport, run_id: str, executor: Executor | None, clock: Clock
+) -> "TrainerRole | SimulatedTrainer":
+    """The process group must exist, but for a simulated one."""
+    if isinstance(config.trainer, SimulatedTrainerSection):
+        return simulated_trainer(config, config.trainer, rank, transport, run_id, clock)
     from flashflow.models import load_model, set_threads
     from flashflow.roles.trainer import TrainerRole
     from flashflow.trainers.fsdp import FsdpTrainer
@@ -150,6 +206,23 @@ def trainer(config: Config, rank: int, transport: Transport, run_id: str, execut
         checkpoint=config.checkpoint,
         network=config.network,
         executor=executor,
+    )
+
+
+def simulated_trainer(
+    config: Config, section: SimulatedTrainerSection, rank: int, transport: Transport, run_id: str, clock: Clock
+) -> "SimulatedTrainer":
+    from flashflow.trainers.simulated import SimulatedTrainer
+
+    return SimulatedTrainer(
+        section=section,
+        rank=rank,
+        buffer=transport.client("buffer-0"),
+        folder=checkpoints(config),
+        checkpoint=config.checkpoint,
+        network=config.network,
+        clock=clock,
+        run_id=run_id,
     )
 
 
@@ -180,7 +253,10 @@ def checkpoints(config: Config) -> Path:
 
 @contextlib.contextmanager
 def local_process_group(config: Config) -> Iterator[None]:
-    """A world of one for a trainer in this process; joins the one that exists already."""
+    """A world of one for a trainer in this process; joins the one that exists already. None for a simulated one."""
+    if config.simulated:
+        yield
+        return
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 

@@ -33,7 +33,7 @@ def print_check(config: Config, hosts: Sequence[Host], console: Console | None =
 def warnings(config: Config, processes: Sequence[ProcessPlan], hosts: Sequence[Host]) -> list[str]:
     """Of the rules, and of the hosts."""
     found = cautions(config)
-    if config.run.runtime == "in_process":
+    if config.run.runtime == "in_process" or config.simulated:
         return found
     placement, cores = config.placement, sum(len(host.cores) for host in hosts)
     wanted, idle, shared = cores_wanted(config), idle_devices(processes, hosts), shared_devices(processes)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashflow import builtin
 from flashflow.config import Config
+from flashflow.config.sections import TorchEngineSection
 from flashflow.errors import ConfigError, RewardError, first_cause
 from flashflow.evaluation.sampling import Completion, SamplingPlan, completions
 from flashflow.evaluation.summary import Summary, summarise
@@ -196,6 +197,7 @@ def _engine(config: Config, checkpoint: Path | None) -> "Engine":
     model: Any = load_model(config.model.path, config.model.dtype, config.model.device)
     version = load_weights(model, checkpoint) if checkpoint is not None else 0
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert isinstance(config.engine, TorchEngineSection)  # open_run refuses simulated ones
     engine = make_engine(config.engine, model, load_tokenizer(config.model.path))
     engine.load(version, weights)
     return engine

@@ -99,7 +99,7 @@ async def ring(
         for index in range(config.placement.env):
             spawn(build.env(config, index, transport("env", index), clock).run())
         with build.local_process_group(config):
-            trainer = build.trainer(config, 0, transport("trainer", 0), run_id, None)
+            trainer = build.trainer(config, 0, transport("trainer", 0), run_id, None, clock)
             closers.append(trainer.close)
             controller = build.controller(config, transport("controller", 0), trainer, events, clock, resume=resume)
             on_stoppable(controller.stop)

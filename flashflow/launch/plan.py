@@ -56,7 +56,7 @@ def plan(config: Config, hosts: Sequence[Host]) -> list[ProcessPlan]:
     """All processes, in the order in which they start. Raises ConfigError with every mistake of the placement.
 
     Nothing is pinned on a host that has fewer than two cores, or too few for a process to have distinct ones for its
-    threads, or where the model is placed on devices and the cores are idle anyway.
+    threads, or where the cores are idle anyway: the model is placed on devices, or simulated.
     """
     seats = Seats(config, hosts)
     table: dict[str, list[Seat]] = {
@@ -131,7 +131,11 @@ def _ends(table: Mapping[str, Sequence[Seat]]) -> set[int]:
 
 
 def _carrier_mistakes(config: Config, table: Mapping[str, Sequence[Seat]]) -> list[str]:
-    if config.weights.carrier != "shared_memory" or len(_ends(table)) == 1:
+    if len(_ends(table)) == 1:
+        return []
+    if config.simulated:
+        return ["trainer.kind: simulated weights do not cross hosts; put trainer-0 and the engines on one"]
+    if config.weights.carrier != "shared_memory":
         return []
     return [
         "weights.carrier: shared_memory does not cross hosts, but trainer-0 and the engines are on several; use auto"
@@ -156,7 +160,7 @@ def _affinities(
     for role in COMPUTING_ROLES:
         for index, seat in enumerate(table[role]):
             cores = hosts[seat.host].cores
-            if seat.devices or config.model.device == "cuda" or len(cores) < max(2, threads):
+            if seat.devices or config.simulated or config.model.device == "cuda" or len(cores) < max(2, threads):
                 continue
             start = dealt[seat.host] % (len(cores) // threads) * threads
             found[role, index] = cores[start : start + threads]
@@ -179,7 +183,7 @@ def _process(
     if host.devices:
         first = sum(len(other.devices) for other in hosts[: seat.host])
         env[DEVICE_VARIABLE] = ",".join(host.devices[number - first] for number in seat.devices)
-    python = config.engine.python if role == "engine" else None
+    python = getattr(config.engine, "python", None) if role == "engine" else None
     return ProcessPlan(
         role=role,
         index=index,

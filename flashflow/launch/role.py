@@ -181,20 +181,16 @@ class RoleProcess:
         await self._until_stopped(env.run())
 
     async def _trainer(self) -> None:
-        from flashflow.models import resolve_device
         from flashflow.transport import rpc
 
         meeting = await asyncio.to_thread(rpc.enter_meeting, await self._endpoint(), deadline_s=self._startup_s)
         await asyncio.to_thread(self._join_gang, meeting, rank=1 + self.spec.index)
-        rpc.init_process_group(
-            resolve_device(self.config.model.device).type,
-            rank=self.spec.index,
-            world_size=self.config.placement.trainer,
-            meeting=meeting,
-            deadline_s=self.config.network.train_step_deadline_s,
-        )
+        if not self.config.simulated:
+            self._join_ranks(meeting)
         with ThreadPoolExecutor(1, "trainer") as executor:
-            trainer = build.trainer(self.config, self.spec.index, self.transport, self.spec.run_id, executor)
+            trainer = build.trainer(
+                self.config, self.spec.index, self.transport, self.spec.run_id, executor, self.clock
+            )
             self.reach("built")
             self.describe = trainer.describe
             rpc.serve(asyncio.get_running_loop(), trainer.answer)
@@ -258,6 +254,19 @@ class RoleProcess:
                 f"the controller of generation {self.spec.generation} did not say where to meet within "
                 f"network.startup_deadline_s = {self._startup_s} s"
             ) from error
+
+    def _join_ranks(self, meeting: "Store") -> None:
+        """The trainer ranks' collectives."""
+        from flashflow.models import resolve_device
+        from flashflow.transport import rpc
+
+        rpc.init_process_group(
+            resolve_device(self.config.model.device).type,
+            rank=self.spec.index,
+            world_size=self.config.placement.trainer,
+            meeting=meeting,
+            deadline_s=self.config.network.train_step_deadline_s,
+        )
 
     def _join_gang(self, meeting: "Store", rank: int) -> None:
         from flashflow.transport import rpc

@@ -26,8 +26,9 @@ class Seats:
         self._host_of = [place for place, host in enumerate(hosts) for _ in host.devices]
         """By number of the device."""
         self._eligible = {role: self._select(role) for role in ("trainer", "engine", "env", "reward")}
-        self._on_devices = config.model.device != "cpu" and bool(self._host_of)
-        if config.model.device == "cuda" and not self._host_of:
+        computes = not config.simulated
+        self._on_devices = computes and config.model.device != "cpu" and bool(self._host_of)
+        if computes and config.model.device == "cuda" and not self._host_of:
             self.mistakes.append(
                 f"model.device: cuda, but no CUDA device is to be seen on {_names(hosts)}; set it to cpu, or run "
                 "elsewhere (flashflow check --devices N plans for another machine)"

@@ -13,10 +13,15 @@ NEWEST = "newest"
 
 
 def open_run(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a file, or of a run folder, wherever that lies now. Raises ConfigError."""
+    """The config of a file, or of a run folder, wherever that lies now.
+
+    Raises ConfigError, also for a run that has no model because it is simulated.
+    """
+    config = load_config(path / "config.yaml" if path.is_dir() else path, overrides)
+    if config.simulated:
+        raise ConfigError(["trainer.kind: simulated; there is no model to ask or to export: name a real run"])
     if not path.is_dir():
-        return load_config(path, overrides)
-    config = load_config(path / "config.yaml", overrides)
+        return config
     folder = path.resolve()
     run = RunSection(**{**dict(config.run), "name": folder.name, "folder": folder.parent})
     return config.model_copy(update={"run": run})

@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from flashflow.clock import Clock
-from flashflow.config.sections import EngineSection, NetworkSection
+from flashflow.config.sections import NetworkSection, TorchEngineSection
 from flashflow.engines.base import Engine, FinishReason, Sampled
 from flashflow.errors import ContractError, DeadlineError, NotServing
 from flashflow.messages import (
@@ -83,7 +83,7 @@ class EngineRole:
         *,
         name: str,
         engine: Engine,
-        section: EngineSection,
+        section: TorchEngineSection,
         network: NetworkSection,
         clock: Clock,
         executor: Executor | None,

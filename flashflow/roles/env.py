@@ -9,13 +9,24 @@ never: stamps a version, keeps a sample to itself, decides what is trained.
 
 import asyncio
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from flashflow.clock import Clock
 from flashflow.config.sections import EvalSection, NetworkSection, RolloutSection, SamplingSection
-from flashflow.errors import ConfigError, ContractError, DeadlineError, PeerLost, RemoteError, RewardError
+from flashflow.environments.episode import Episodes, OneAnswer
+from flashflow.environments.transcript import Transcript
+from flashflow.errors import (
+    ConfigError,
+    ContractError,
+    DeadlineError,
+    EnvironmentBroken,
+    PeerLost,
+    RemoteError,
+    RewardError,
+)
 from flashflow.messages import (
     AcquireLease,
     AttemptFailed,
@@ -31,6 +42,8 @@ from flashflow.messages import (
 )
 from flashflow.records import Int32Array, Outcome, Task, Trajectory
 from flashflow.transport.channel import Client
+
+T = TypeVar("T")
 
 EVAL_SEED_OFFSET = 1 << 62
 """Keeps evaluation's sampling keys apart from training's."""
@@ -72,8 +85,9 @@ class EnvRole:
         rewards: Sequence[Client],
         clock: Clock,
         on_lease: Callable[[], None] = lambda: None,
+        episodes: Episodes | None = None,
     ) -> None:
-        """on_lease: called at every lease."""
+        """on_lease: called at every lease. episodes: how attempts go on; None: with one answer to the prompt."""
         self._name = name
         self._seed = seed
         self._codec = codec
@@ -87,6 +101,7 @@ class EnvRole:
         self._rewards = rewards
         self._clock = clock
         self._on_lease = on_lease
+        self._episodes = episodes if episodes is not None else self._one_answer
         self._running: dict[str, float] = {}
         self._scored = 0
 
@@ -121,7 +136,7 @@ class EnvRole:
                 trajectory = await self._roll_out(lease, label, started, deadline)
         except TimeoutError:
             await self._fail(lease, f"rollout.trajectory_deadline_s: {self._rollout.trajectory_deadline_s} s passed")
-        except (PeerLost, DeadlineError, RemoteError) as error:
+        except (PeerLost, DeadlineError, RemoteError, EnvironmentBroken) as error:
             if isinstance(error, RemoteError) and error.kind == ContractError.__name__:
                 raise ContractError(f"sample {lease.sample}: {error}") from error
             await self._fail(lease, f"{type(error).__name__}: {error}")
@@ -142,20 +157,20 @@ class EnvRole:
         await self._buffer.call(failed, CommitReply, deadline_s=self._network.call_deadline_s)
 
     async def _roll_out(self, lease: Lease, label: str, started: float, deadline: asyncio.Timeout) -> Trajectory:
-        prompt_ids = np.asarray(self._codec.encode(lease.task), dtype=np.int32)
-        answer = await self._turn(lease, label, prompt_ids, deadline, turn=0)
+        transcript, cut_off = await self._play(lease, label, deadline)
+        answer = transcript.answers[-1]
         score = await self._score(lease, answer)
-        outcome: Outcome = "truncated" if answer.finish_reason == "length" else "completed"
+        outcome: Outcome = "truncated" if cut_off or answer.finish_reason == "length" else "completed"
         if score.reward is None:
             outcome = "failed"
-        prompt, sampled = len(prompt_ids), len(answer.token_ids)
+        tokens, mask, logprobs, versions = transcript.arrays()
         return Trajectory(
             sample=lease.sample,
-            tokens=np.concatenate([prompt_ids, answer.token_ids]),
-            mask=np.repeat(np.array([0, 1], np.uint8), [prompt, sampled]),
-            logprobs=np.concatenate([np.zeros(prompt, np.float32), answer.logprobs]),
-            versions=np.concatenate([np.full(prompt, -1, np.int32), answer.versions]),
-            num_turns=1,
+            tokens=tokens,
+            mask=mask,
+            logprobs=logprobs,
+            versions=versions,
+            num_turns=len(transcript.answers),
             outcome=outcome,
             reward=score.reward,
             reward_components=score.components,
@@ -163,14 +178,48 @@ class EnvRole:
             seconds=self._clock.now() - started,
         )
 
+    async def _play(self, lease: Lease, label: str, deadline: asyncio.Timeout) -> tuple[Transcript, bool]:
+        """All turns, and whether the context was full before the environment had ended."""
+        episode, transcript = self._episodes(lease), Transcript()
+        observation: Int32Array | None = await self._within_turn(episode.reset(), "to start")
+        while observation is not None:
+            transcript.observe(observation)
+            turn = len(transcript.answers)
+            answer = await self._turn(lease, label, transcript.tokens_T, deadline, turn=turn)
+            transcript.answer(answer)
+            observation = await self._within_turn(episode.step(answer), f"over turn {turn}")
+            if observation is not None and not self._has_room(lease, transcript, observation):
+                return transcript, True
+        return transcript, False
+
+    async def _within_turn(self, work: Awaitable[T], what: str) -> T:
+        """Raises DeadlineError after rollout.turn_deadline_s."""
+        seconds = self._rollout.turn_deadline_s
+        try:
+            async with asyncio.timeout(seconds):
+                return await work
+        except TimeoutError as error:
+            raise DeadlineError(f"the environment took more than rollout.turn_deadline_s {seconds} s {what}") from error
+
+    def _one_answer(self, lease: Lease) -> OneAnswer:
+        return OneAnswer(np.asarray(self._codec.encode(lease.task), dtype=np.int32))
+
+    def _limit(self, lease: Lease) -> int:
+        """Tokens of one answer."""
+        if lease.purpose == "eval" and self._evaluation.max_new_tokens is not None:
+            return self._evaluation.max_new_tokens
+        return self._sampling.max_new_tokens
+
+    def _has_room(self, lease: Lease, transcript: Transcript, observation: Int32Array) -> bool:
+        """For one more turn."""
+        return transcript.num_tokens + len(observation) + self._limit(lease) <= self._max_context_tokens
+
     async def _turn(
         self, lease: Lease, label: str, prompt_ids: Int32Array, deadline: asyncio.Timeout, *, turn: int
     ) -> GenerateReply:
         """All tokens of one turn as one reply. What it waited for an engine is added to the deadline."""
         sample, training = lease.sample, lease.purpose == "train"
-        limit = self._sampling.max_new_tokens
-        if not training and self._evaluation.max_new_tokens is not None:
-            limit = self._evaluation.max_new_tokens
+        limit = self._limit(lease)
         seed = self._seed if training else self._seed ^ EVAL_SEED_OFFSET
         if len(prompt_ids) + limit > self._max_context_tokens:
             raise ConfigError([self._too_long(lease.task, len(prompt_ids), limit)])

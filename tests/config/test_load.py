@@ -134,9 +134,9 @@ def test_a_missing_section_and_a_missing_field_are_named(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("model: {}\ndata: {source: {task: x}}\n")
     assert [mistake.split(";")[0] for mistake in mistakes(path)] == [
-        "model.path: missing",
         "data.source: kind is missing",
         "reward: missing",
+        "model.path: missing",
     ]
 
 

@@ -232,7 +232,7 @@ def test_the_slots_of_a_host_share_its_processes():
 def test_variables_and_interpreter_of_a_role_are_its_own():
     wanted = config(
         environment={"engine": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "7"}},
-        sections={"engine": {"python": "/opt/vllm/bin/python"}},
+        sections={"engine": {"kind": "torch", "python": "/opt/vllm/bin/python"}},
     )
     by_role = {process.role: process for process in plan(wanted, one_host([0, 1]))}
     assert (by_role["engine"].env["NCCL_DEBUG"], by_role["engine"].env["OMP_NUM_THREADS"]) == ("INFO", "7")
