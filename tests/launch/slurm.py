@@ -141,7 +141,7 @@ PartitionName=all Nodes={NODE}[1-{len(self.nodes)}] Default=YES MaxTime=INFINITE
         text = self.run("scontrol", "-o", "show", "job", job).splitlines()[0]
         return dict(re.findall(r"(\w+)=(\S*)", text))
 
-    def wait(self, job: str, output: Path, *, state: str = "COMPLETED", seconds: float = 280) -> dict[str, str]:
+    def wait(self, job: str, output: Path, *, state: str = "COMPLETED", seconds: float = 400) -> dict[str, str]:
         """Until the job has ended; its fields."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
         ends = time.monotonic() + seconds

@@ -16,6 +16,8 @@ from tests.launch.slurm import Slurm, install
 from tests.reference_loop import reference_loop
 from tests.ring import final_weights, make_ring, metrics
 
+pytestmark = pytest.mark.timeout(900)
+
 SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
 
 
@@ -52,7 +54,7 @@ class Job:
             text = self.output.read_text() if self.output.exists() else ""
             return len(re.findall(pattern, text, re.MULTILINE)) >= times
 
-        self.slurm.until(found, pattern, 200)
+        self.slurm.until(found, pattern, 400)
 
 
 def processes_of(config: Path) -> list[list[str]]:

@@ -18,9 +18,9 @@ from tests.launch.nodes import AGENT, MAIN, TORCHRUN, Nodes, make_nodes
 from tests.reference_loop import reference_loop
 from tests.ring import final_weights, make_ring, metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-WAIT_S = 280
+WAIT_S = 400
 PORT = 29500
 
 
