@@ -106,7 +106,7 @@ def test_a_mistake_in_the_config_is_exit_code_2(slurm, tmp_path):
 def test_before_the_time_limit_it_checkpoints_is_requeued_and_resumes_with_the_same_samples(slurm, tmp_path):
     config = make_ring(tmp_path, overrides={"run.steps": 30, "checkpoint.every_steps": 100})
     job = Job(slurm, config, "--nodes=2", arguments=["--roles", "env=2"])
-    job.until(r"^step 2/30")
+    job.until(r"^step +2/30")
     slurm.run("scancel", "--signal=USR1", "--batch", job.id)  # what Slurm itself sends before the time limit
     assert job.wait()["Restarts"] == "1"
     assert "time is nearly up: writing a checkpoint, then requeueing" in job.output.read_text()
@@ -121,7 +121,7 @@ def test_before_the_time_limit_it_checkpoints_is_requeued_and_resumes_with_the_s
 def test_scancel_leaves_nothing(slurm, tmp_path):
     config = make_ring(tmp_path, overrides={"run.steps": 500, "rollout.alpha": 1})
     job = Job(slurm, config, "--nodes=3", arguments=["--roles", "engine=2,env=2"])
-    job.until(r"^step 2/500")
+    job.until(r"^step +2/500")
     assert len(processes_of(config)) > 10
     slurm.run("scancel", job.id)
     job.wait(state="CANCELLED")
@@ -132,7 +132,7 @@ def test_scancel_leaves_nothing(slurm, tmp_path):
 def test_a_lost_node_requeues_the_job_and_it_resumes(slurm, tmp_path):
     config = make_ring(tmp_path, overrides={"run.steps": 40, "rollout.alpha": 1, "checkpoint.every_steps": 1})
     job = Job(slurm, config, "--nodes=2", "--nodelist=ffn2,ffn3", arguments=["--roles", "env=2"])
-    job.until(r"^step 2/40")
+    job.until(r"^step +2/40")
     slurm.run("scontrol", "update", f"JobId={job.id}", "ReqNodeList=")
     slurm.kill_node("ffn3")
     try:
