@@ -55,6 +55,8 @@ first=$(scontrol show hostnames "$list" | head -n 1)
 address=$(scontrol -o show node "$first" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
 port=${FLASHFLOW_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 
+start=${FLASHFLOW_START:---continue}
+[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && start=--continue # what was begun is not begun again
 requeue=no
 on_usr1() { # Slurm says that the time is nearly up
   requeue=yes
@@ -76,7 +78,7 @@ srun "${groups[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none ${F
 ' "$python" --nnodes="$nodes" --nproc-per-node=1 --max-restarts="${FLASHFLOW_MAX_RESTARTS:-3}" --monitor-interval=0.5 \
   --shutdown-timeout=150 --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
   --rdzv-endpoint="$address:$port" "${main[@]}" \
-  --config "$config" "${FLASHFLOW_START:---continue}" ${FLASHFLOW_OVERRIDES:-} "$@" &
+  --config "$config" "$start" ${FLASHFLOW_OVERRIDES:-} "$@" &
 step=$!
 while :; do # a trapped signal ends wait, not the step
   wait "$step"

@@ -178,6 +178,17 @@ def test_the_readmes_tree_has_every_package_and_every_module_beside_them():
     assert (packages | modules) - set(readme_tree()) == set()
 
 
+def test_the_dockerfile_copies_what_exists_and_makes_what_the_makefile_makes():
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
+    assert {"flashflow", "launch", "pyproject.toml", "requirements.lock"} <= set(copied)
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    torch = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f"ARG TORCH={torch.group(1)}" in lines
+    words = {line.split()[0] for line in lines if line and line[0].isalpha()}
+    assert words <= {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "ENTRYPOINT", "CMD"}
+
+
 def test_the_readme_opens_with_the_two_commands():
     block = re.search(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert [line.split("#")[0].strip() for line in block.group(1).splitlines()] == ["make quickstart", "make test"]
