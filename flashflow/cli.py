@@ -24,6 +24,10 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Laid over the file.", show_default=False)
 ]
 
+Roles = Annotated[
+    str | None, typer.Option("--roles", metavar="ROLE=N,...", help="Processes, e.g. trainer=2,engine=2,env=4.")
+]
+
 CHECKPOINT = "newest, a step, a name like step-000020, or a folder"
 
 
@@ -36,6 +40,7 @@ class Dtype(StrEnum):
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
+    roles: Roles = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's newest checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that the run folder holds.")] = False,
 ) -> None:
@@ -44,19 +49,32 @@ def train(
 
     if resume and overwrite:
         raise typer.BadParameter("--resume keeps the run and --overwrite replaces it; give one")
-    loaded = load_config(config, overrides or [])
+    from flashflow.launch.options import role_overrides
+
+    loaded = load_config(config, [*(overrides or []), *role_overrides(roles)])
     from flashflow.launch.run import train as start
 
     raise typer.Exit(start(loaded, resume=resume, overwrite=overwrite))
 
 
 @app.command()
-def check(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Validate a config and print what follows from it; loads no model and starts no process."""
+def check(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    roles: Roles = None,
+    hosts: Annotated[
+        str | None, typer.Option("--hosts", metavar="N|NAME,...", help="Plan for other hosts than this one.")
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option("--devices", metavar="M|M,...", help="CUDA devices of each host.")
+    ] = None,
+) -> None:
+    """Validate a config and print its placement and what follows; loads no model and starts no process."""
     from flashflow.config import load_config
     from flashflow.launch.check import print_check
+    from flashflow.launch.options import imagined_hosts, role_overrides
 
-    print_check(load_config(config, overrides or []))
+    print_check(load_config(config, [*(overrides or []), *role_overrides(roles)]), imagined_hosts(hosts, devices))
 
 
 @app.command()

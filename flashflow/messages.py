@@ -14,7 +14,7 @@ from flashflow.records import (
     Manifest,
     Purpose,
     SampleId,
-    SharedWeights,
+    StagedWeights,
     Task,
     Trajectory,
 )
@@ -180,7 +180,7 @@ class Resume(Message):
 class Update(Message):
     """Serve these weights from the next decode step on; answered by Serving once they are swapped in."""
 
-    weights: SharedWeights
+    weights: StagedWeights
     deadline_s: float
 
 

@@ -3,7 +3,7 @@
 Letters of array shapes: T tokens of one trajectory, prompt and every turn, in order.
 """
 
-from typing import Any, Literal, dataclass_transform
+from typing import Any, Literal, TypeAlias, dataclass_transform
 
 import msgspec
 import numpy as np
@@ -135,7 +135,7 @@ class TensorSpec(Record):
     """Sum of the little-endian int32 view (the tail zero-padded), modulo 2**63."""
 
 
-class SharedWeights(Record):
+class SharedWeights(Record, tag="shared_memory"):
     """A complete staged copy of version `version` in a POSIX shared-memory segment."""
 
     version: int
@@ -143,3 +143,16 @@ class SharedWeights(Record):
     nbytes: int
     tensors: list[TensorSpec]
     """Each distinct storage once: of tied parameters only the first name."""
+
+
+class FileWeights(Record, tag="file"):
+    """A complete staged copy of version `version` in a safetensors file, for engines of any host that sees it."""
+
+    version: int
+    path: str
+    digests: dict[str, int]
+    """By name of the tensor, as in TensorSpec; of tied parameters only the first name."""
+
+
+StagedWeights: TypeAlias = SharedWeights | FileWeights
+"""Weights that engines can fetch, by the carrier that has them."""

@@ -8,6 +8,8 @@ from rich.console import Console
 
 from flashflow.config import load_config
 from flashflow.launch.check import print_check, warnings
+from flashflow.launch.hosts import Host
+from flashflow.launch.plan import plan
 
 CONFIG = """\
 run: {{name: clitest, folder: {folder}}}
@@ -15,6 +17,9 @@ model: {{path: "builtin:quickstart"}}
 data: {{source: {{kind: reasoning_gym, task: chain_sum}}}}
 reward: {{function: "{folder}/reward.py:exact"}}
 """
+
+
+HOST = Host("here", cores=(0, 1))
 
 
 @pytest.fixture
@@ -32,7 +37,9 @@ def flashflow(*arguments, cwd=None):
 
 def test_check_prints_placement_numbers_and_warnings(config_file):
     console = Console(file=io.StringIO(), width=120)
-    print_check(load_config(config_file, ["rollout.alpha=2", "rollout.on_stale=drop", "batch.groups=10"]), console)
+    print_check(
+        load_config(config_file, ["rollout.alpha=2", "rollout.on_stale=drop", "batch.groups=10"]), [HOST], console
+    )
     text = console.file.getvalue()
     for expected in ("trainer-0", "engine-0", "controller-0"):
         assert expected in text
@@ -45,11 +52,38 @@ def test_check_prints_placement_numbers_and_warnings(config_file):
     assert "favours short answers" in text
 
 
+def warnings_on(config, cores):
+    hosts = [Host("here", cores=tuple(range(cores)))]
+    return warnings(config, plan(config, hosts), hosts)
+
+
 def test_too_few_cores_are_a_warning_that_names_the_numbers(config_file):
     config = load_config(config_file, ["placement.engine=3", "placement.threads=2"])
-    (warning,) = (text for text in warnings(config, cores=4) if text.startswith("placement"))
+    (warning,) = (text for text in warnings_on(config, 4) if text.startswith("placement"))
     assert "want 8 cores, this host has 4" in warning
-    assert not any(text.startswith("placement") for text in warnings(config, cores=8))
+    assert not any(text.startswith("placement") for text in warnings_on(config, 8))
+
+
+def test_check_plans_for_other_hosts_and_draws_them(config_file):
+    result = flashflow(
+        "check",
+        config_file,
+        "model.device=cuda",
+        "--roles",
+        "trainer=2,engine=4",
+        "--hosts",
+        "a,b,c",
+        "--devices",
+        "4,2,0",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "a  [T0 T1 E0 E1]  buffer proxy controller" in result.stdout
+    assert "b  [E2 E3      ]" in result.stdout
+    refused = flashflow(
+        "check", config_file, "model.device=cuda", "--hosts", "2", "--devices", "1", "--roles", "engine=4"
+    )
+    assert refused.returncode == 2
+    assert "placement.engine: 4 wants 4 devices, but of 2 on hosts host-0, host-1 1 are free for it" in refused.stderr
 
 
 def test_check_succeeds_on_a_right_config(config_file):

@@ -10,6 +10,8 @@ import pytest
 
 from flashflow.config import load_config
 from flashflow.config.reference import reference
+from flashflow.launch.options import imagined_hosts
+from flashflow.launch.plan import plan
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashflow"
@@ -45,7 +47,8 @@ TORCH_FREE = (
     "flashflow.transport.in_process", "flashflow.transport.zeromq", "flashflow.data.stream",
     "flashflow.environments.single_turn", "flashflow.rewards.pool", "flashflow.roles.env", "flashflow.roles.buffer",
     "flashflow.roles.reward", "flashflow.observe.metrics", "flashflow.observe.progress", "flashflow.launch.run",
-    "flashflow.launch.supervise", "flashflow.launch.check", "flashflow.launch.evaluate", "flashflow.launch.export",
+    "flashflow.launch.supervise", "flashflow.launch.slot", "flashflow.launch.check", "flashflow.launch.evaluate",
+    "flashflow.launch.export",
     "flashflow.builtin.smollm2", "flashflow.cli", "flashflow.engines.simulated", "flashflow.trainers.simulated",
     "flashflow.simulate.episodes", "flashflow.simulate.reward", "flashflow.launch.in_process",
 )  # fmt: skip
@@ -131,6 +134,13 @@ def test_every_shipped_config_loads(path):
     load_config(path)
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_config_fits_the_machine_it_names(path):
+    (line,) = re.findall(r"^#     flashflow check (\S+) --hosts (\S+) --devices (\S+)$", path.read_text(), re.MULTILINE)
+    assert line[0] == f"configs/{path.name}"
+    plan(load_config(path), imagined_hosts(*line[1:]))
+
+
 def test_the_synchronous_quickstart_differs_in_scheduling_only():
     asynchronous, synchronous = (load_config(ROOT / "configs" / f"quickstart{name}.yaml") for name in ("", "_sync"))
     changes = {
@@ -166,6 +176,17 @@ def test_the_readmes_tree_has_every_package_and_every_module_beside_them():
     packages = {f"flashflow/{path.name}/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     modules = {f"flashflow/{path.name}" for path in PACKAGE.glob("*.py") if not path.name.startswith("__")}
     assert (packages | modules) - set(readme_tree()) == set()
+
+
+def test_the_dockerfile_copies_what_exists_and_makes_what_the_makefile_makes():
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
+    assert {"flashflow", "launch", "pyproject.toml", "requirements.lock"} <= set(copied)
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    torch = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f"ARG TORCH={torch.group(1)}" in lines
+    words = {line.split()[0] for line in lines if line and line[0].isalpha()}
+    assert words <= {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "ENTRYPOINT", "CMD"}
 
 
 def test_the_readme_opens_with_the_two_commands():

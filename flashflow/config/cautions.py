@@ -169,12 +169,13 @@ def the_network_is_private(network: NetworkSection) -> Iterator[str]:
 
 
 def the_interface_is_this_hosts(network: NetworkSection) -> Iterator[str]:
-    found = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
-    if network.interface not in [address.address for address in found]:
-        usable = ", ".join(address.address for address in found if address.family == socket.AF_INET)
+    found = psutil.net_if_addrs()
+    here = [address for addresses in found.values() for address in addresses]
+    if network.interface not in ["auto", *found, *(address.address for address in here)]:
+        usable = ", ".join(address.address for address in here if address.family == socket.AF_INET)
         yield (
-            f"network.interface: {network.interface} is no address of an interface of this host, where a run would not "
-            f"start with it; here are {usable}"
+            f"network.interface: {network.interface} is no address and no interface of this host, where a run would "
+            f"not start with it; here are {usable}"
         )
 
 

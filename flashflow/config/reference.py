@@ -67,8 +67,10 @@ def _kinds(
 
 
 def _nested(title: str, model: Mapping[str, Any], definitions: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
-    """Tables of the kinds of each tagged union in the section; a kind that several fields may have comes once."""
+    """Tables of the sections in the section, and of the kinds of each tagged union; a kind of several fields once."""
     for name, field in model["properties"].items():
+        if "$ref" in field:
+            yield from _section(f"{title}.{name}", _definition(field, definitions))
         for kind, target in field.get("discriminator", {}).get("mapping", {}).items():
             if target not in seen:
                 seen.add(target)

@@ -432,6 +432,14 @@ def _max_positions(description: Path) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
+def the_torch_engine_has_one_device(engine: EngineSection, placement: PlacementSection) -> Iterator[str]:
+    if engine.kind == "torch" and placement.tensor_parallel > 1:
+        yield (
+            f"placement.tensor_parallel: {placement.tensor_parallel} devices for an engine, but engine.kind torch "
+            f"computes on one; set it to 1 and placement.engine to {placement.engine * placement.tensor_parallel}"
+        )
+
+
 def simulated_parts_go_together(engine: EngineSection, trainer: TrainerSection, data: DataSection) -> Iterator[str]:
     kinds = {"engine.kind": engine.kind, "trainer.kind": trainer.kind, "data.source.kind": data.source.kind}
     real = [path for path, kind in kinds.items() if kind != "simulated"]
@@ -514,6 +522,7 @@ RULES: tuple[Rule, ...] = (
     the_data_files_have_what_is_asked,
     the_context_fits_the_model,
     the_cache_holds_a_sequence,
+    the_torch_engine_has_one_device,
     simulated_parts_go_together,
     simulated_answers_meet_their_deadline,
     simulated_distributions_can_be_read,

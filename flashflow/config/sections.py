@@ -314,6 +314,8 @@ class TorchEngineSection(Section):
     """Refuse to start unless samples are independent of their batch mates to the last bit."""
     stream_every_s: PositiveFloat = 1.0
     """Sampled tokens are handed on so often; what a dead engine had not handed on is sampled again."""
+    python: Path | None = None
+    """Interpreter of the engine's process, of another virtual environment, say. null: that of the others."""
 
 
 EngineSection = TorchEngineSection | SimulatedEngineSection
@@ -338,8 +340,9 @@ TrainerSection = FsdpTrainerSection | SimulatedTrainerSection
 class WeightsSection(Section):
     """How trained weights reach the engines."""
 
-    carrier: Literal["auto", "shared_memory"] = "auto"
-    """How weights get from trainer to engines; `auto` takes the fastest that the placement allows."""
+    carrier: Literal["auto", "shared_memory", "file"] = "auto"
+    """How weights get from trainer to engines. `shared_memory`: on one host. `file`: through the run folder, which all
+    hosts share. `auto`: the first where trainer rank 0 and all engines are on one host, else the second."""
     sync: Literal["overlapped", "blocking"] = "overlapped"
     """`overlapped`: the next step trains while engines take over the weights. `blocking`: it waits for them."""
     deadline_s: PositiveFloat = 60.0
@@ -380,8 +383,9 @@ class JournalSection(Section):
 class NetworkSection(Section):
     """Addresses and deadlines of the processes."""
 
-    interface: str = "127.0.0.1"
-    """Address that sockets are bound to."""
+    interface: str = "auto"
+    """What sockets are bound to: an address, IPv4 or IPv6, or the name of an interface, e.g. `eth0`, which is looked up
+    on each host. `auto`: 127.0.0.1 on one host; on several the address from which a host reaches the others."""
     heartbeat_s: PositiveFloat = 1.0
     """Time between two signs of life of a peer."""
     peer_deadline_s: PositiveFloat = 10.0
@@ -399,9 +403,40 @@ class NetworkSection(Section):
     stall_report_s: PositiveFloat = 60.0
     """Without progress for so long, the watchdog says why."""
 
+    @property
+    def address(self) -> str:
+        """What to bind to; `auto` and names of interfaces are replaced by an address before a process starts."""
+        return "127.0.0.1" if self.interface == "auto" else self.interface
+
+
+DeviceRange = NonNegativeInt | str | None
+
+
+class DevicesSection(Section):
+    """Devices by number: host 0 has the first, host 1 the next, as `flashflow check` prints them. `0-3,8`, or one."""
+
+    trainer: DeviceRange = None
+    """One device for each rank. null: the first that are free."""
+    engine: DeviceRange = None
+    """`placement.tensor_parallel` devices of one host for each engine. null: the next that are free."""
+
+
+class NodesSection(Section):
+    """Hosts that a role may run on: names or patterns, e.g. `gpu*,cpu-07`. null: any. Host names are those of Slurm's
+    nodes where there are any."""
+
+    trainer: str | None = None
+    """Trainer ranks."""
+    engine: str | None = None
+    """Engines."""
+    env: str | None = None
+    """Env processes. null: hosts without devices, where there are such beside hosts that have some."""
+    reward: str | None = None
+    """Reward processes. null: as env."""
+
 
 class PlacementSection(Section):
-    """Processes per role."""
+    """Processes per role, and where they run; docs/launch.md."""
 
     mode: Literal["separate"] = "separate"
     """Engines and trainers on devices of their own."""
@@ -409,6 +444,14 @@ class PlacementSection(Section):
     """Trainer ranks; one in the in_process runtime."""
     engine: PositiveInt = 1
     """Inference engines."""
+    tensor_parallel: PositiveInt = 1
+    """Devices of one engine, all of one host; the torch engine computes on one."""
+    devices: DevicesSection = DevicesSection()
+    """Numbers of the devices."""
+    nodes: NodesSection = NodesSection()
+    """Selection of the hosts."""
+    environment: dict[str, dict[str, str]] = {}
+    """Variables laid over the environment of a role's processes, e.g. `{engine: {NCCL_DEBUG: INFO}}`."""
     env: PositiveInt = 1
     """Each runs `rollout.concurrency` attempts."""
     reward: PositiveInt = 1

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
@@ -275,6 +274,7 @@ def local_process_group(config: Config) -> Iterator[None]:
         yield
         return
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
     from flashflow.models import resolve_device
     from flashflow.transport import rpc
@@ -282,15 +282,14 @@ def local_process_group(config: Config) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    with tempfile.TemporaryDirectory() as folder:
-        rpc.init_process_group(
-            resolve_device(config.model.device).type,
-            rank=0,
-            world_size=1,
-            store=Path(folder) / "group",
-            deadline_s=config.network.train_step_deadline_s,
-        )
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    rpc.init_process_group(
+        resolve_device(config.model.device).type,
+        rank=0,
+        world_size=1,
+        meeting=HashStore(),
+        deadline_s=config.network.train_step_deadline_s,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

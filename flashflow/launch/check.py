@@ -1,50 +1,87 @@
 """The output of `flashflow check`: placement, derived numbers, warnings."""
 
-import os
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from flashflow.config.cautions import cautions
 from flashflow.config.report import derived_numbers
 from flashflow.config.sections import Config
-from flashflow.launch.plan import cores_wanted, plan
+from flashflow.launch.hosts import Host
+from flashflow.launch.picture import picture
+from flashflow.launch.plan import ProcessPlan, carrier, cores_wanted, idle_devices, plan, shared_devices
+from flashflow.launch.seats import format_range
 
 
-def print_check(config: Config, console: Console | None = None) -> None:
-    """Prints to standard output unless told otherwise."""
+def print_check(config: Config, hosts: Sequence[Host], console: Console | None = None) -> None:
+    """Prints to standard output unless told otherwise. Raises ConfigError when the hosts do not fit the config."""
     screen = console if console is not None else Console(soft_wrap=False)
-    cores = len(os.sched_getaffinity(0))
-    screen.print(_placement(config, cores))
+    processes = plan(config, hosts)
+    if config.run.runtime == "in_process":
+        screen.print("placement: all in one process")
+    else:
+        screen.print(_placement(config, processes, hosts))
+        screen.print(Text(picture(processes, hosts)), soft_wrap=True)
     screen.print(_numbers(config))
-    for warning in warnings(config, cores):
+    for warning in warnings(config, processes, hosts):
         screen.print(f"[yellow]warning[/yellow] {warning}", highlight=False, soft_wrap=True)
     screen.print("the config is right", style="green")
 
 
-def warnings(config: Config, cores: int) -> list[str]:
-    """Of the rules, and of this host: `cores` that the run may use."""
+def warnings(config: Config, processes: Sequence[ProcessPlan], hosts: Sequence[Host]) -> list[str]:
+    """Of the rules, and of the hosts."""
     found = cautions(config)
-    wanted = cores_wanted(config)
-    if wanted > cores and config.run.runtime == "processes" and config.model.device != "cuda" and not config.simulated:
-        placement = config.placement
+    if config.run.runtime == "in_process" or config.simulated:
+        return found
+    placement, cores = config.placement, sum(len(host.cores) for host in hosts)
+    wanted, idle, shared = cores_wanted(config), idle_devices(processes, hosts), shared_devices(processes)
+    computing_on_cores = any(process.affinity is not None for process in processes) or cores < wanted
+    if wanted > cores and computing_on_cores and not any(process.devices for process in processes):
+        where = "this host has" if len(hosts) == 1 else f"{len(hosts)} hosts have"
         found.append(
             f"placement: trainer {placement.trainer} and engine {placement.engine}, of {placement.threads} thread(s) "
-            f"each, want {wanted} cores, this host has {cores}: they share, and slow each other down"
+            f"each, want {wanted} cores, {where} {cores}: they share, and slow each other down"
         )
+    if shared:
+        found.append(
+            f"placement: trainer and engines share device {format_range(shared)}, the only one: its memory must do for "
+            "both, and they slow each other down"
+        )
+    if idle and config.model.device != "cpu":
+        found.append(f"placement: nobody has devices {format_range(idle)}; raise placement.trainer or placement.engine")
     return found
 
 
-def _placement(config: Config, cores: int) -> Table:
-    one = config.run.runtime == "in_process"
-    title = "placement: all in one process" if one else f"placement on {cores} cores"
-    table = Table("process", "threads", "cores", title=title, title_justify="left")
-    for process in plan(config):
-        pinned = process.affinity is not None and not one
+def _placement(config: Config, processes: Sequence[ProcessPlan], hosts: Sequence[Host]) -> Table:
+    title = f"placement on {len(hosts)} host{'s' if len(hosts) > 1 else ''}, weights by {carrier(config, processes)}"
+    table = Table("process", "host", "address", "devices", "cores", "threads", title=title, title_justify="left")
+    for first, last in _alike(processes):
+        cores = [f"{format_range(process.affinity)}" for process in (first, last) if process.affinity is not None]
+        numbers = [number for process in (first, last) for number in process.devices]
+        name = first.name if first is last else f"{first.name} .. {last.index}"
         table.add_row(
-            process.name, str(process.threads), " ".join(map(str, process.affinity or ())) if pinned else "any"
+            name,
+            hosts[first.host].name,
+            first.address,
+            f"{min(numbers)}-{max(numbers)}" if len(set(numbers)) > 1 else "".join(map(str, numbers[:1])),
+            " .. ".join(dict.fromkeys(cores)) or "any",
+            str(first.threads),
         )
     return table
+
+
+def _alike(processes: Sequence[ProcessPlan]) -> list[tuple[ProcessPlan, ProcessPlan]]:
+    """First and last of each row of processes of one role on one host."""
+    rows: list[tuple[ProcessPlan, ProcessPlan]] = []
+    for process in processes:
+        before = rows[-1][1] if rows else None
+        if before is not None and (before.role, before.host) == (process.role, process.host):
+            rows[-1] = (rows[-1][0], process)
+        else:
+            rows.append((process, process))
+    return rows
 
 
 def _numbers(config: Config) -> Table:

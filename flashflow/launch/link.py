@@ -7,7 +7,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import AsyncIterator
-from typing import Any, dataclass_transform
+from typing import Any, Literal, dataclass_transform
 
 import msgspec
 
@@ -24,6 +24,10 @@ class RoleSpec(msgspec.Struct, frozen=True):
     run_id: str
     config: str
     """Path of the resolved config."""
+    interface: str
+    """Address that its sockets are bound to."""
+    carrier: Literal["shared_memory", "file"]
+    """Of the weights."""
     link_fd: int
     supervisor_pid: int
     cpus: list[int] | None
@@ -107,6 +111,13 @@ class AddressBook(LinkMessage):
     places: dict[str, Place]
 
 
+class Meeting(LinkMessage):
+    """Where a generation of the gang meets: from the controller, which hosts it, to every trainer rank."""
+
+    generation: int
+    endpoint: str
+
+
 class Stop(LinkMessage):
     """End in order."""
 
@@ -123,7 +134,7 @@ class Described(LinkMessage):
 
 ANY_LINK = (
     Listening | Ready | Reached | StepDone | EvaluationDone | Note | Failed | Finished
-    | AddressBook | Stop | Describe | Described
+    | AddressBook | Meeting | Stop | Describe | Described
 )  # fmt: skip
 
 _LENGTH = struct.Struct("<I")

@@ -10,7 +10,6 @@ twice, and the supervisor adopts the orphan, so that it learns of the exit itsel
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -25,12 +24,12 @@ from typing import IO
 import msgspec
 
 from flashflow.config.sections import Config
+from flashflow.launch import kinship
 from flashflow.launch.link import RoleSpec
 from flashflow.launch.plan import thread_variables
 
 FORKED_ROLES = ("engine", "trainer", "controller")
 ORDER_MAX_BYTES = 1 << 16
-PR_SET_CHILD_SUBREAPER = 36
 GPU_DRIVER = Path("/dev/nvidiactl")
 
 
@@ -74,7 +73,7 @@ class Nursery:
                 [sys.executable, "-m", "flashflow.launch.nursery", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 # An OpenBLAS of several threads would start them when numpy is imported.
-                env={**os.environ, **thread_variables(threads), "OPENBLAS_NUM_THREADS": "1"},
+                env={**kinship.scrubbed(os.environ), **thread_variables(threads), "OPENBLAS_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
@@ -87,15 +86,17 @@ class Nursery:
         order = msgspec.msgpack.encode(Order(spec, env))
         async with self._turn:
             try:
-                _adopt_orphans(True)
+                kinship.adopt_orphans()
                 socket.send_fds(self._end, [order], [link.fileno(), log.fileno()])
                 answer = await asyncio.get_running_loop().sock_recv(self._end, ORDER_MAX_BYTES)
             except OSError:
                 return None
-            finally:
-                _adopt_orphans(False)
         pid = int.from_bytes(answer)
         return Forked(pid) if pid else None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def close(self) -> None:
         self._end.close()
@@ -127,12 +128,6 @@ class Forked:
         os.close(self._descriptor)
         self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         self._ended.set()
-
-
-def _adopt_orphans(adopt: bool) -> None:
-    """Whether orphans among our descendants become our children, and not those of init. Raises OSError."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(adopt)):
-        raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
 
 
 # ---- the process itself
@@ -192,7 +187,7 @@ def main() -> None:
     from flashflow.launch import role
 
     end = socket.socket(fileno=int(sys.argv[1]))
-    role.die_with(int(sys.argv[2]))
+    kinship.die_with(int(sys.argv[2]))
     role.name_process("nursery")
     for name in ("torch", "transformers.modeling_utils", "transformers.models.auto.modeling_auto"):
         __import__(name)

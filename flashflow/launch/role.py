@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -27,6 +27,7 @@ from flashflow.clock import LoopClock
 from flashflow.config import Config, stored_config
 from flashflow.errors import ConfigError, DeadlineError, FlashflowError, PeerLost, first_cause
 from flashflow.launch import build
+from flashflow.launch.kinship import die_with
 from flashflow.launch.link import (
     AddressBook,
     Describe,
@@ -36,6 +37,7 @@ from flashflow.launch.link import (
     Finished,
     Link,
     Listening,
+    Meeting,
     Note,
     Reached,
     Ready,
@@ -50,7 +52,9 @@ from flashflow.transport.channel import Peer
 from flashflow.transport.security import load_run_key
 from flashflow.transport.zeromq import ZmqTransport
 
-PR_SET_PDEATHSIG = 1
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 PR_SET_NAME = 15
 
 
@@ -60,6 +64,8 @@ class RoleProcess:
         self.config = config
         self.link = link
         self.stop = asyncio.Event()
+        self.meeting: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Endpoint at which this generation of the gang meets."""
         self.addresses = Addresses()
         self.clock = LoopClock()
         self.describe: Callable[[], str] = lambda: f"{spec.name}: is starting"
@@ -105,6 +111,9 @@ class RoleProcess:
                     self.addresses.update(
                         {name: Address(p.data, p.control, p.incarnation) for name, p in message.places.items()}
                     )
+                case Meeting(generation=generation, endpoint=endpoint):
+                    if generation == self.spec.generation and not self.meeting.done():
+                        self.meeting.set_result(endpoint)
                 case Stop():
                     self.stop.set()
                 case Describe():
@@ -178,9 +187,10 @@ class RoleProcess:
     async def _trainer(self) -> None:
         from flashflow.transport import rpc
 
-        await asyncio.to_thread(self._join_gang, rank=1 + self.spec.index)
+        meeting = await asyncio.to_thread(rpc.enter_meeting, await self._endpoint(), deadline_s=self._startup_s)
+        await asyncio.to_thread(self._join_gang, meeting, rank=1 + self.spec.index)
         if not self.config.simulated:
-            self._join_ranks()
+            self._join_ranks(meeting)
         with ThreadPoolExecutor(1, "trainer") as executor:
             trainer = build.trainer(
                 self.config, self.spec.index, self.transport, self.spec.run_id, executor, self.clock
@@ -196,7 +206,9 @@ class RoleProcess:
         from flashflow.launch.events import RunEvents
         from flashflow.transport import rpc
 
-        await asyncio.to_thread(self._join_gang, rank=0)
+        meeting, endpoint = rpc.host_meeting(self.spec.interface, deadline_s=self._startup_s)
+        self.link.send(Meeting(generation=self.spec.generation, endpoint=endpoint))
+        await asyncio.to_thread(self._join_gang, meeting, rank=0)
         events = RunEvents(
             self.config.run_folder,
             on_step=lambda record: self.link.send(StepDone(record=record)),
@@ -233,13 +245,22 @@ class RoleProcess:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    def _gang_folder(self) -> Path:
-        """Where this generation's members meet; a new generation is a new world."""
-        folder = self.config.run_folder / "gang" / f"{self.spec.run_id}-{self.spec.generation}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+    @property
+    def _startup_s(self) -> float:
+        return self.config.network.startup_deadline_s
 
-    def _join_ranks(self) -> None:
+    async def _endpoint(self) -> str:
+        """Where this generation's members meet; a new generation is a new world."""
+        try:
+            async with asyncio.timeout(self._startup_s):
+                return await self.meeting
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"the controller of generation {self.spec.generation} did not say where to meet within "
+                f"network.startup_deadline_s = {self._startup_s} s"
+            ) from error
+
+    def _join_ranks(self, meeting: "Store") -> None:
         """The trainer ranks' collectives."""
         from flashflow.models import resolve_device
         from flashflow.transport import rpc
@@ -248,27 +269,25 @@ class RoleProcess:
             resolve_device(self.config.model.device).type,
             rank=self.spec.index,
             world_size=self.config.placement.trainer,
-            store=self._gang_folder() / "group",
+            meeting=meeting,
             deadline_s=self.config.network.train_step_deadline_s,
         )
 
-    def _join_gang(self, rank: int) -> None:
+    def _join_gang(self, meeting: "Store", rank: int) -> None:
         from flashflow.transport import rpc
 
-        rpc.join(
-            self.spec.name,
-            rank=rank,
-            world_size=1 + self.config.placement.trainer,
-            store=self._gang_folder() / "rpc",
-            deadline_s=self.config.network.startup_deadline_s,
-        )
+        world_size = 1 + self.config.placement.trainer
+        rpc.join(self.spec.name, rank=rank, world_size=world_size, meeting=meeting, deadline_s=self._startup_s)
 
 
-def die_with(supervisor_pid: int) -> None:
-    """Have the kernel kill this process when its supervisor dies, however that dies."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor_pid:
-        os._exit(1)
+def placed(config: Config, spec: RoleSpec) -> Config:
+    """The config with what this host and this placement make of it."""
+    return config.model_copy(
+        update={
+            "network": config.network.model_copy(update={"interface": spec.interface}),
+            "weights": config.weights.model_copy(update={"carrier": spec.carrier}),
+        }
+    )
 
 
 def name_process(name: str) -> None:
@@ -295,7 +314,7 @@ async def _run(spec: RoleSpec, imported: float) -> int:
     """imported: when the modules above were, in seconds of time.monotonic()."""
     link = await Link.over(socket.socket(fileno=spec.link_fd))
     try:
-        config = stored_config(Path(spec.config))
+        config = placed(stored_config(Path(spec.config)), spec)
         configured = time.monotonic()
         if spec.role in GANG:
             bind_gang(config.network.interface)

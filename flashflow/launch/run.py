@@ -7,20 +7,24 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flashflow.config import Config, dump_config
 from flashflow.config.rules import the_context_fits_the_model
 from flashflow.errors import ConfigError
 from flashflow.launch import nursery
+from flashflow.launch.directory import Over
 from flashflow.launch.events import evaluations_path
+from flashflow.launch.hosts import Host, bind_address, this_host
 from flashflow.launch.nursery import Nursery
-from flashflow.launch.plan import plan
+from flashflow.launch.plan import ProcessPlan, carrier, plan
 from flashflow.launch.resume import refuse_changes
+from flashflow.launch.run_facts import RunFacts
 from flashflow.launch.startup import StartupLog, process_began, startup_path
 from flashflow.observe.metrics import read_metrics
 from flashflow.observe.progress import ProgressDisplay
+from flashflow.transport.security import create_run_key, is_loopback
 from flashflow.transport.weights.segment import remove_segments
 
 
@@ -92,11 +96,17 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Shared memory and meeting places of runs of this folder that were killed; the lock says that they are dead."""
-    for meeting in (folder / "gang").glob("*-*"):
-        remove_segments(meeting.name.rpartition("-")[0])
-        shutil.rmtree(meeting)
+def remove_leftovers(folder: Path) -> list[str]:
+    """Staged weights and keys of earlier runs of this folder; the lock says that they are dead. Returns their ids."""
+    left = sorted((folder / "gang").glob("*-*"))
+    run_ids = [entry.name.rpartition("-")[0] for entry in left]
+    for run_id in run_ids:
+        remove_segments(run_id)
+    for entry in left:
+        shutil.rmtree(entry)
+    for name in ("weights", "keys"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return run_ids
 
 
 def resolve_model(config: Config, display: ProgressDisplay) -> Config:
@@ -109,28 +119,58 @@ def resolve_model(config: Config, display: ProgressDisplay) -> Config:
 def supervise(
     config: Config, display: ProgressDisplay, forks: Nursery | None, *, resume: bool
 ) -> tuple[int, str | None]:
-    """Exit code and the first failure as text."""
+    """All processes on this host, as the only slot of the run: exit code and the first failure as text."""
     began = process_began()
     startup = StartupLog(startup_path(config.run_folder), began)
     startup.reached("supervisor", "started", began)
     startup.reached("supervisor", "configured", time.monotonic())
     if forks is not None:
         startup.reached("nursery", "started", forks.started)
+    from flashflow.launch.directory import LocalDirectory
     from flashflow.launch.supervise import Supervisor
 
-    run_id = uuid.uuid4().hex[:12]
+    hosts = [this_host(bind_address(config.network.interface))]
+    processes = plan(config, hosts)
+    facts = run_facts(config, processes, hosts, resume=resume)
 
-    async def run() -> tuple[int, str | None]:
+    async def run() -> Over:
         supervisor = Supervisor(
-            config, plan(config), run_id=run_id, resume=resume, display=display, startup=startup, nursery=forks
+            config,
+            processes,
+            facts,
+            directory=LocalDirectory(),
+            display=display,
+            startup=startup,
+            impatient=True,
+            nursery=forks,
         )
-        code = await supervisor.run()
-        return code, str(supervisor.failure) if supervisor.failure is not None else None
+        return await supervisor.run()
 
     try:
-        return asyncio.run(run())
+        over = asyncio.run(run())
+        return over.code, over.failure
     finally:
-        remove_segments(run_id)
+        tidy(facts)
+
+
+def tidy(facts: RunFacts) -> None:
+    """What a run leaves on its hosts when processes were killed; each host removes its own."""
+    remove_segments(facts.run_id)
+    if facts.key is not None:
+        Path(facts.key).unlink(missing_ok=True)
+
+
+def run_facts(config: Config, processes: Sequence[ProcessPlan], hosts: Sequence[Host], *, resume: bool) -> RunFacts:
+    """Of a new run id; makes its key when an address leaves its host (contract 6), and its entry in the run folder."""
+    run_id = uuid.uuid4().hex[:12]
+    (config.run_folder / "gang" / f"{run_id}-1").mkdir(parents=True)
+    key = None
+    if not all(is_loopback(host.address) for host in hosts):
+        path = config.run_folder / "keys" / f"{run_id}.key"
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        create_run_key(path)
+        key = str(path)
+    return RunFacts(run_id=run_id, resume=resume, carrier=carrier(config, processes), key=key)
 
 
 def steps_done(config: Config) -> int:
@@ -158,7 +198,7 @@ def summary(config: Config, code: int) -> dict[str, object]:
 
 def _clear(folder: Path) -> None:
     """Remove only what a run makes; whatever else lies there is the user's."""
-    for name in ("journal", "checkpoints", "logs", "gang", "tensorboard", "evaluations"):
+    for name in ("journal", "checkpoints", "logs", "gang", "weights", "tensorboard", "evaluations"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("metrics.jsonl", "evaluations.jsonl", "config.yaml", "startup.json", "trace.json", "report.html"):
         (folder / name).unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Starts the role processes of one host, watches them, restarts what may restart, and ends them in order.
+"""Starts the role processes of one slot, watches them, restarts what may restart, and ends them in order.
 
-    SUPERVISOR <==link==> every role process      controller --StepDone, Finished--> SUPERVISOR --> a person's terminal
+    SUPERVISOR <==link==> every role process of its slot      SUPERVISOR <--directory--> the supervisors of other slots
 
-waits for: news on the links, exits of processes, signals.
+waits for: news on the links and in the directory, exits of processes, signals.
 unblocked by: each of them; ending has a deadline after which everything is killed.
 never: touches a sample; leaves a process or a shared-memory segment behind.
 """
@@ -10,17 +10,17 @@ never: touches a sample; leaves a process or a shared-memory segment behind.
 import asyncio
 import os
 import signal
-import socket
-import sys
 import time
-from collections.abc import Coroutine, Sequence
-from pathlib import Path
-from typing import IO, Any, Protocol
-
-import msgspec
+from collections.abc import Sequence
+from typing import Protocol
 
 from flashflow.config.sections import Config
+from flashflow.errors import PeerLost
+from flashflow.launch import guard, kinship
+from flashflow.launch.directory import Asked, Directory, GangAdvanced, Gathers, Over, Placed, Said, Signalled
+from flashflow.launch.handle import RoleChild, RoleHandle
 from flashflow.launch.link import (
+    ANY_LINK,
     AddressBook,
     Describe,
     Described,
@@ -29,6 +29,7 @@ from flashflow.launch.link import (
     Finished,
     Link,
     Listening,
+    Meeting,
     Note,
     Place,
     Reached,
@@ -37,16 +38,16 @@ from flashflow.launch.link import (
     StepDone,
     Stop,
 )
-from flashflow.launch.nursery import FORKED_ROLES, Forked, Nursery
+from flashflow.launch.nursery import Nursery
 from flashflow.launch.plan import ProcessPlan
+from flashflow.launch.run_facts import RunFacts
 from flashflow.launch.startup import StartupLog
-from flashflow.topology import GANG
-from flashflow.transport.security import create_run_key, is_loopback
 
 EXIT_FAILED = 1
-LOG_TAIL_LINES = 15
 GANG_SETTLE_S = 1.0
 """A rank's collectives fail within so long of the death of another rank (measured: 0.1 s)."""
+END_GRACE_S = 2.0
+"""A role that is told to stop may take so long; the controller has ended before."""
 
 
 class Display(Protocol):
@@ -59,158 +60,104 @@ class Display(Protocol):
     def note(self, text: str) -> None: ...
 
 
-RoleChild = asyncio.subprocess.Process | Forked
-
-
-class Failure(msgspec.Struct, frozen=True):
-    """The first thing that went wrong; the rest follows from it."""
-
-    name: str
-    text: str
-    log: Path
-
-    def __str__(self) -> str:
-        return f"{self.name} failed: {self.text.rstrip()}\n(log: {self.log})"
-
-
-class RoleHandle:
-    """One planned process, through its incarnations."""
-
-    def __init__(self, plan: ProcessPlan, log: Path) -> None:
-        self.plan = plan
-        self.log = log
-        self.incarnation = 0
-        self.restarts = 0
-        self.process: RoleChild | None = None
-        self.retired: RoleChild | None = None
-        """The incarnation that this supervisor ended itself; its exit is no news."""
-        self.link: Link | None = None
-        self.place: Place | None = None
-        self.started = False
-        self.finished = False
-        self.failed: Failed | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.plan.role}-{self.plan.index}"
-
-    @property
-    def in_gang(self) -> bool:
-        return self.plan.role in GANG
-
-    @property
-    def alive(self) -> bool:
-        return self.process is not None and self.process.returncode is None
-
-    def kill(self) -> None:
-        if self.process is not None and self.process.returncode is None:
-            self.process.kill()
-
-    def log_tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return "\n".join(lines[-LOG_TAIL_LINES:])
-
-
 class Supervisor:
+    """Of one slot. `display`: of the slot that a person watches; None on the others."""
+
     def __init__(
         self,
         config: Config,
         plans: Sequence[ProcessPlan],
+        facts: RunFacts,
         *,
-        run_id: str,
-        resume: bool,
-        display: Display,
+        directory: Directory,
+        display: Display | None,
         startup: StartupLog,
+        impatient: bool,
         nursery: Nursery | None = None,
     ) -> None:
+        """impatient: a second signal kills all at once. nursery: forks the roles it can; None: none."""
         self._config = config
-        self._run_id = run_id
-        self._resume = resume
+        self._facts = facts
+        self._directory = directory
         self._display = display
         self._startup = startup
+        self._impatient = impatient
         self._logs = config.run_folder / "logs"
-        self._handles = [RoleHandle(plan, self._logs / f"{plan.role}-{plan.index}.log") for plan in plans]
+        self._handles = [RoleHandle(plan, self._logs / f"{plan.name}.log") for plan in plans]
+        self._starting = 0
         self._generation = 1
-        self._key: Path | None = None
         self._nursery = nursery
+        self._advanced = asyncio.Event()
+        self._places: dict[str, Place] = {}
+        self._meeting: Meeting | None = None
         self._ending = asyncio.Event()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._progress = asyncio.Event()
         self._signal: int | None = None
-        self._outcome: Finished | None = None
-        self.failure: Failure | None = None
+        self._own_end: Over | None = None
+        self._over: Over | None = None
+        self._guard: kinship.Guard | None = None
         self._watchers: set[asyncio.Task[None]] = set()
-        self._starting: list[asyncio.Task[None]] = []
 
-    async def run(self) -> int:
-        """The exit code: 0 done, 1 failed, 128 + n ended by signal n."""
+    async def run(self) -> Over:
+        """How it ended: exit code 0 done, 1 failed, 128 + n ended by signal n."""
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._key = _make_key(self._config, self._run_id)
+        kinship.adopt_orphans()
+        self._guard = kinship.Guard()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        self._spawn(self._read_directory())
+        self._spawn(self._watch_directory())
+        starts: list[asyncio.Task[None]] = []
         try:
             # All at once: those that the nursery forks wait until it has imported what they need.
-            self._starting = [self._in_background(self._start(handle)) for handle in self._handles]
+            starts = [self._spawn(self._start(handle)) for handle in self._handles]
             await self._wait_started()
             await self._watch()
         finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
             await self._end()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
-        if self.failure is not None:
-            return EXIT_FAILED
-        return 0 if self._signal is None else 128 + self._signal
-
-    @property
-    def outcome(self) -> Finished | None:
-        """What the controller said at the end; None when it never did."""
-        return self._outcome
+        return self._over or self._own_end or Over(code=EXIT_FAILED, failure="the slot ended without a reason")
 
     # ---- starting
 
     async def _start(self, handle: RoleHandle) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs, handle.log.open("ab") as log:
-            handle.incarnation += 1
-            handle.started, handle.failed, handle.place = False, None, None
-            handle.process = await self._spawn(handle, theirs, log)
-            if handle.incarnation == 1:
-                self._startup.reached(handle.name, "started", time.monotonic())
-        handle.link = await Link.over(ours)
-        handle.link.send(AddressBook(places=self._places()))
-        self._in_background(self._read(handle, handle.link))
-        self._in_background(self._reap(handle, handle.process, self._generation))
+        handle.incarnation += 1
+        if handle.incarnation == 1:
+            self._startup.reached(handle.name, "started", time.monotonic())
+        mark = {guard.VARIABLE: self._guard.mark} if self._guard is not None else {}
+        self._starting += 1
+        try:
+            process, link = await handle.start(self._spec(handle), mark, self._nursery)
+        finally:
+            self._starting -= 1
+        link.send(AddressBook(places=self._places))
+        if self._meeting is not None and self._meeting.generation == self._generation:
+            link.send(self._meeting)
+        self._spawn(self._read(handle, link))
+        self._spawn(self._reap(handle, process, self._generation))
 
-    async def _spawn(self, handle: RoleHandle, link: socket.socket, log: IO[bytes]) -> RoleChild:
-        plan = handle.plan
-        spec = RoleSpec(
+    def _spec(self, handle: RoleHandle) -> RoleSpec:
+        plan, facts = handle.plan, self._facts
+        return RoleSpec(
             role=plan.role,
             index=plan.index,
             incarnation=handle.incarnation,
             generation=self._generation,
-            run_id=self._run_id,
+            run_id=facts.run_id,
             config=str(self._config.run_folder / "config.yaml"),
-            link_fd=link.fileno(),
+            interface=plan.address,
+            carrier=facts.carrier,
+            link_fd=-1,
             supervisor_pid=os.getpid(),
             cpus=list(plan.affinity) if plan.affinity is not None else None,
-            resume=self._resume or self._generation > 1,
-            key=None if self._key is None else str(self._key),
-        )
-        if self._nursery is not None and plan.role in FORKED_ROLES:
-            forked = await self._nursery.fork(spec, plan.env, link, log)
-            if forked is not None:
-                return forked
-            self._display.note(f"{handle.name}: the nursery could not fork it; it starts by itself")
-        command = [sys.executable, "-m", "flashflow.launch.role", msgspec.json.encode(spec).decode()]
-        return await asyncio.create_subprocess_exec(
-            *command,
-            pass_fds=[link.fileno()],
-            env={**os.environ, **plan.env},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends the run in order
+            resume=facts.resume or self._generation > 1,
+            key=facts.key,
         )
 
     async def _wait_started(self) -> None:
@@ -219,106 +166,249 @@ class Supervisor:
         try:
             async with asyncio.timeout(deadline_s):
                 while not self._ending.is_set() and not all(handle.started for handle in self._handles):
-                    await self._changed()
+                    self._changed.clear()
+                    await _first(self._changed, self._ending)
         except TimeoutError:
             missing = [handle for handle in self._handles if not handle.started]
             self._fail(
                 missing[0],
                 f"not ready after {deadline_s:.0f} s (network.startup_deadline_s): "
                 f"{', '.join(handle.name for handle in missing)}\n{missing[0].log_tail()}",
+                permanent=False,
             )
 
     async def _watch(self) -> None:
-        """Until the end. When no step is done for `stall_report_s`, asks every role what it waits for and says it."""
+        """Until the end. When no step is done for `stall_report_s`, every role is asked what it waits for."""
         stall_s = self._config.network.stall_report_s
         while not self._ending.is_set():
             self._progress.clear()
-            waits = [asyncio.create_task(event.wait()) for event in (self._progress, self._ending)]
-            done, pending = await asyncio.wait(waits, timeout=stall_s, return_when=asyncio.FIRST_COMPLETED)
-            for wait in pending:
-                wait.cancel()
-            if done:
-                continue
-            self._display.note(
-                f"no step done for {stall_s:g} s (network.stall_report_s); every role says what it does:"
-            )
-            for handle in self._handles:
-                if handle.alive and handle.link is not None:
-                    handle.link.send(Describe())
-                else:
-                    self._display.note(f"{handle.name}: does not run")
+            try:
+                async with asyncio.timeout(stall_s):
+                    await _first(self._progress, self._ending)
+            except TimeoutError:
+                if self._display is not None:
+                    self._note(
+                        f"no step done for {stall_s:g} s (network.stall_report_s); every role says what it does:"
+                    )
+                    self._directory.post(Asked())
 
-    async def _changed(self) -> None:
-        """Returns at the next news of a role, or when the run ends."""
-        self._news.clear()
-        waits = [asyncio.create_task(event.wait()) for event in (self._news, self._ending)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+    def _describe_all(self) -> None:
+        for handle in self._handles:
+            if handle.alive:
+                handle.send(Describe())
+            else:
+                self._note(f"{handle.name}: does not run")
 
-    # ---- news
+    # ---- news of the roles
 
     async def _read(self, handle: RoleHandle, link: Link) -> None:
+        incarnation = handle.incarnation
         async for message in link.messages():
-            self._news.set()
+            self._changed.set()
             match message:
                 case Listening():
                     handle.started = True
-                    handle.place = Place(message.data, message.control, handle.incarnation)
-                    self._tell_places()
+                    place = Place(message.data, message.control, incarnation)
+                    self._directory.post(Placed(name=handle.name, place=place))
                 case Ready():
                     handle.started = True
+                case Meeting():
+                    self._directory.post(Gathers(meeting=message))
                 case Reached():
-                    if handle.incarnation == 1:
+                    if incarnation == 1:
                         self._startup.reached(handle.name, message.milestone, message.at)
-                case StepDone():
-                    self._progress.set()
-                    self._display.update(message.record)
-                case EvaluationDone():
-                    self._display.evaluation(message.version, message.accuracy)
+                case StepDone() | EvaluationDone():
+                    self._directory.post(Said(message=message))
                 case Note():
-                    self._display.note(f"{handle.name}: {message.text}")
+                    self._note(f"{handle.name}: {message.text}")
                 case Described():
-                    self._display.note(message.text)
+                    self._note(message.text)
                 case Failed():
                     handle.failed = message
                 case Finished():
                     handle.finished = True
-                    self._outcome = message
-                    self._ending.set()
+                    code = 0 if self._signal is None else 128 + self._signal
+                    self._finish(Over(code=code, step=message.step, reason=message.reason))
                 case _:
-                    self._display.note(f"{handle.name}: unexpected {type(message).__name__} on its link")
+                    self._note(f"{handle.name}: unexpected {type(message).__name__} on its link")
 
     async def _reap(self, handle: RoleHandle, process: RoleChild, generation: int) -> None:
         code = await process.wait()
+        kinship.kill_group(process.pid)  # what it has left behind there
         await asyncio.sleep(0)  # let what it said last be read first
         if self._ending.is_set() or handle.finished or handle.retired is process:
             return
-        if handle.failed is not None and not handle.failed.transient and not await self._follows_a_death(handle):
-            self._fail(handle, handle.failed.text)
+        failed = handle.failed
+        if failed is not None and not failed.transient and not await self._follows_a_death(handle, generation):
+            self._fail(handle, failed.text)
         elif self._signal is not None:
-            self._ending.set()
+            self._finish(Over(code=128 + self._signal))
         elif handle.in_gang:
-            await self._restart_gang(handle, code, generation)
-        else:
-            await self._restart(handle, code)
+            await self._report_gang(handle, code, generation)
+        elif self._has_budget(handle, code):
+            handle.restarts += 1
+            budget = self._config.placement.max_restarts
+            self._note(f"{handle.name} {_died(code)}; starting it again ({handle.restarts} of {budget})")
+            self._kill_adopted()
+            await self._start(handle)
 
-    async def _follows_a_death(self, handle: RoleHandle) -> bool:
+    async def _follows_a_death(self, handle: RoleHandle, generation: int) -> bool:
         """Whether a gang member failed only because another was killed: the first cause may be seen second."""
         if not handle.in_gang:
             return False
-        others = [other for other in self._handles if other.in_gang and other is not handle]
-        waits = [asyncio.create_task(other.process.wait()) for other in others if other.process is not None]
-        if waits:
-            await asyncio.wait(waits, timeout=GANG_SETTLE_S, return_when=asyncio.FIRST_COMPLETED)
+        others = [other.process for other in self._handles if other.in_gang and other is not handle and other.process]
+        waits = [asyncio.create_task(wait) for wait in (self._advanced.wait(), *(other.wait() for other in others))]
+        await asyncio.wait(waits, timeout=GANG_SETTLE_S, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        codes = [other.process.returncode for other in others if other.process is not None]
-        return any(code is not None and code < 0 for code in codes)
+        codes = [other.returncode for other in others]
+        return generation != self._generation or any(code is not None and code < 0 for code in codes)
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    async def _report_gang(self, handle: RoleHandle, code: int, generation: int) -> None:
+        """Controller and trainers live and die together: generation + 1, from the newest complete checkpoint."""
+        if generation != self._generation or not self._has_budget(handle, code):
+            return  # another member's death has started it again already, or the budget is used up
+        if await self._directory.advance_gang(generation, f"{handle.name} {_died(code)}"):
+            handle.restarts += 1
+
+    async def _begin_generation(self, generation: int) -> None:
+        self._generation = generation
+        self._advanced.set()
+        self._advanced.clear()
+        gang = [handle for handle in self._handles if handle.in_gang]
+        for handle in gang:
+            handle.retired = handle.process
+            handle.kill()
+        for handle in gang:
+            if handle.process is not None:
+                await handle.process.wait()
+        self._kill_adopted()
+        for handle in gang:
+            await self._start(handle)
+
+    def _has_budget(self, handle: RoleHandle, code: int) -> bool:
+        budget = self._config.placement.max_restarts
+        if handle.restarts < budget:
+            return True
+        said = handle.failed.text if handle.failed is not None else handle.log_tail()
+        self._fail(handle, f"{_died(code)} {handle.restarts + 1} times (placement.max_restarts: {budget})\n{said}")
+        return False
+
+    # ---- news of the slots
+
+    async def _read_directory(self) -> None:
+        async for news in self._directory.news():
+            match news:
+                case Placed():
+                    self._places[news.name] = news.place
+                    self._tell(AddressBook(places={news.name: news.place}))
+                case Gathers():
+                    self._meeting = news.meeting
+                    self._tell(news.meeting)
+                case Said():
+                    self._show(news.message)
+                case Asked():
+                    self._describe_all()
+                case Signalled():
+                    self._on_signalled(news.number)
+                case GangAdvanced():
+                    number = news.generation
+                    self._say(f"{news.reason}; the gang starts again from the newest checkpoint (generation {number})")
+                    await self._begin_generation(number)
+                case Over():
+                    self._ending.set()
+
+    async def _watch_directory(self) -> None:
+        try:
+            await self._directory.watch()
+        except PeerLost as error:
+            self._finish(Over(code=EXIT_FAILED, failure=str(error)))
+
+    def _show(self, message: StepDone | EvaluationDone | Note) -> None:
+        if self._display is None:
+            return
+        match message:
+            case StepDone():
+                self._progress.set()
+                self._display.update(message.record)
+            case EvaluationDone():
+                self._display.evaluation(message.version, message.accuracy)
+            case Note():
+                self._display.note(message.text)
+
+    def _say(self, text: str) -> None:
+        """What every slot knows: only the watched one shows it."""
+        if self._display is not None:
+            self._display.note(text)
+
+    def _note(self, text: str) -> None:
+        self._directory.post(Said(message=Note(text=text)))
+
+    def _tell(self, message: ANY_LINK) -> None:
+        for handle in self._handles:
+            handle.send(message)
+
+    # ---- ending
+
+    def _fail(self, handle: RoleHandle, text: str, *, permanent: bool = True) -> None:
+        failure = f"{handle.name} failed: {text.rstrip()}\n(log: {handle.log})"
+        self._finish(Over(code=EXIT_FAILED, failure=failure, permanent=permanent))
+
+    def _finish(self, over: Over) -> None:
+        """The first end that any slot sees is the run's."""
+        if self._own_end is None:
+            self._own_end = over
+            self._directory.end(over)
+        self._ending.set()
+
+    def _on_signal(self, number: int) -> None:
+        if self._signal is not None and self._impatient:
+            for handle in self._handles:
+                handle.kill()
+            self._finish(Over(code=128 + number))
+        elif self._signal is None:
+            self._directory.post(Signalled(number=number))
+
+    def _on_signalled(self, number: int) -> None:
+        """The controller checkpoints and ends; `shutdown_deadline_s` later everybody does."""
+        if self._signal is not None:
+            return
+        self._signal = number
+        again = " (once more to kill)" if self._impatient else ""
+        self._say(f"{signal.Signals(number).name}: writing a checkpoint and ending{again}")
+        over = Over(code=128 + number)
+        deadline_s = self._config.network.shutdown_deadline_s
+        asyncio.get_running_loop().call_later(deadline_s, self._finish, over)
+        for handle in self._handles:
+            if handle.plan.role == "controller":
+                if handle.started:
+                    handle.send(Stop())
+                else:
+                    self._finish(over)
+
+    async def _end(self) -> None:
+        self._ending.set()
+        self._tell(Stop())
+        waits = [asyncio.ensure_future(handle.process.wait()) for handle in self._handles if handle.process is not None]
+        if waits:
+            await asyncio.wait(waits, timeout=END_GRACE_S)
+        for handle in self._handles:
+            handle.kill()
+        if waits:
+            await asyncio.wait(waits)
+        self._kill_adopted()
+        self._over = await self._directory.close()
+        for watcher in list(self._watchers):
+            watcher.cancel()
+        for handle in self._handles:
+            if handle.link is not None:
+                handle.link.close()
+        if self._guard is not None:
+            self._guard.close()
+
+    # ---- tasks
+
+    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._watchers.add(task)
         task.add_done_callback(self._watcher_done)
@@ -327,109 +417,27 @@ class Supervisor:
     def _watcher_done(self, task: asyncio.Task[None]) -> None:
         self._watchers.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._fail(self._handles[0], f"the supervisor itself failed: {task.exception()!r}")
+            failure = f"the supervisor itself failed: {task.exception()!r}"
+            self._finish(Over(code=EXIT_FAILED, failure=failure, permanent=True))
 
-    async def _restart(self, handle: RoleHandle, code: int) -> None:
-        if not self._may_restart(handle, code):
-            return
-        self._display.note(f"{handle.name} {_died(code)}; starting it again ({handle.restarts} of {self._budget})")
-        await self._start(handle)
-
-    async def _restart_gang(self, first: RoleHandle, code: int, generation: int) -> None:
-        """Controller and trainers live and die together: generation + 1, from the newest complete checkpoint."""
-        gang = [handle for handle in self._handles if handle.in_gang]
-        if generation != self._generation or not self._may_restart(first, code):
-            return  # another member's death has started it again already, or the budget is used up
-        self._generation += 1
-        self._display.note(
-            f"{first.name} {_died(code)}; the gang starts again from the newest checkpoint "
-            f"(generation {self._generation})"
-        )
-        for handle in gang:
-            handle.retired = handle.process
-            handle.kill()
-        for handle in gang:
-            if handle.process is not None:
-                await handle.process.wait()
-        for handle in gang:
-            await self._start(handle)
-
-    @property
-    def _budget(self) -> int:
-        return self._config.placement.max_restarts
-
-    def _may_restart(self, handle: RoleHandle, code: int) -> bool:
-        handle.restarts += 1
-        if handle.restarts <= self._budget:
-            return True
-        said = handle.failed.text if handle.failed is not None else handle.log_tail()
-        self._fail(handle, f"{_died(code)} {handle.restarts} times (placement.max_restarts: {self._budget})\n{said}")
-        return False
-
-    def _fail(self, handle: RoleHandle, text: str) -> None:
-        if self.failure is None and not (self._ending.is_set() and self._outcome is not None):
-            self.failure = Failure(handle.name, text, handle.log)
-        self._ending.set()
-
-    def _places(self) -> dict[str, Place]:
-        return {handle.name: handle.place for handle in self._handles if handle.place is not None}
-
-    def _tell_places(self) -> None:
-        book = AddressBook(places=self._places())
-        for handle in self._handles:
-            if handle.alive and handle.link is not None:
-                handle.link.send(book)
-
-    # ---- ending
-
-    def _on_signal(self, number: int) -> None:
-        """First signal: the controller checkpoints and ends. Second: everything is killed at once."""
-        if self._signal is not None:
-            for handle in self._handles:
-                handle.kill()
-            self._ending.set()
-            return
-        self._signal = number
-        self._display.note(f"{signal.Signals(number).name}: writing a checkpoint and ending (once more to kill)")
-        controller = next(handle for handle in self._handles if handle.plan.role == "controller")
-        if controller.link is not None and controller.started:
-            controller.link.send(Stop())
-            asyncio.get_running_loop().call_later(self._config.network.shutdown_deadline_s, self._ending.set)
-        else:
-            self._ending.set()
-
-    async def _end(self) -> None:
-        self._ending.set()
-        for start in self._starting:
-            start.cancel()
-        await asyncio.gather(*self._starting, return_exceptions=True)
-        for handle in self._handles:
-            if handle.alive and handle.link is not None:
-                handle.link.send(Stop())
-        waits = [handle.process.wait() for handle in self._handles if handle.process is not None]
-        grace_s = 2.0 if self.failure is None else 1.0
-        tasks = [asyncio.ensure_future(wait) for wait in waits]
-        if tasks:
-            await asyncio.wait(tasks, timeout=grace_s)
-        for handle in self._handles:
-            handle.kill()
-        if tasks:
-            await asyncio.wait(tasks)
-        for watcher in list(self._watchers):
-            watcher.cancel()
-        for handle in self._handles:
-            if handle.link is not None:
-                handle.link.close()
+    def _kill_adopted(self) -> None:
+        """What roles have started and left behind outside their process groups."""
+        if self._guard is None or self._starting:
+            return  # a process that is just being started is not known yet
+        own = {handle.process.pid for handle in self._handles if handle.process is not None}
+        if self._nursery is not None:
+            own.add(self._nursery.pid)
+        kinship.kill_adopted({*own, self._guard.pid})
 
 
-def _make_key(config: Config, run_id: str) -> Path | None:
-    """A key per run whenever the sockets leave this host (contract 6)."""
-    if is_loopback(config.network.interface):
-        return None
-    path = config.run_folder / "keys" / f"{run_id}.key"
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    create_run_key(path)
-    return path
+async def _first(*events: asyncio.Event) -> None:
+    """Returns when one of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def _died(code: int) -> str:

@@ -32,7 +32,7 @@ from flashflow.messages import (
     ServingVersion,
 )
 from flashflow.metrics import manifest_metrics
-from flashflow.records import Manifest, SharedWeights
+from flashflow.records import Manifest, StagedWeights
 from flashflow.roles.publication import PublicationLane
 from flashflow.trainers.base import TrainResult
 from flashflow.transport.channel import Client
@@ -53,7 +53,7 @@ class TrainerLink(Protocol):
 
     async def train(self, manifest: Manifest) -> TrainResult: ...
 
-    async def stage(self, *, fresh: bool) -> SharedWeights:
+    async def stage(self, *, fresh: bool) -> StagedWeights:
         """fresh: into a segment that no engine has."""
         ...
 
@@ -219,7 +219,7 @@ class Controller:
         if self._weights.sync == "blocking":
             await self._lane.served()
 
-    async def _stage(self) -> SharedWeights:
+    async def _stage(self) -> StagedWeights:
         """An engine that missed the last update may still decode with the segment whose turn it is."""
         return await self._trainer.stage(fresh=self._lane.published.num_engines < self._num_engines)
 

@@ -33,9 +33,9 @@ from flashflow.messages import (
     Suspend,
     Update,
 )
-from flashflow.records import SharedWeights
+from flashflow.records import StagedWeights
 from flashflow.transport.channel import Emit, Peer
-from flashflow.transport.weights.shared_memory import AttachedWeights, attach
+from flashflow.transport.weights.carrier import AttachedWeights, attach
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -250,7 +250,7 @@ class EngineRole:
             raise NotServing(f"{asker} is pinned to version {request.pin_version}, but {version} is served")
         self._engine.submit(request)
 
-    def _swap(self, weights: SharedWeights) -> int:
+    def _swap(self, weights: StagedWeights) -> int:
         """The version served from now on. Raises WeightsError when they do not fit; then nothing has changed."""
         served = self._engine.version
         if weights.version == served:

@@ -13,7 +13,7 @@ import msgspec
 
 from flashflow.config.sections import EvalSection, NetworkSection, WeightsSection
 from flashflow.messages import Ack, EnginesPaused, EvalReply, Evaluate, Serving, ServingVersion, Update
-from flashflow.records import SharedWeights
+from flashflow.records import StagedWeights
 from flashflow.transport.channel import Client
 
 
@@ -63,7 +63,7 @@ class PublicationLane:
         if self._tail is not None:
             await asyncio.shield(self._tail)
 
-    def publish(self, staged: SharedWeights, *, evaluate: bool) -> None:
+    def publish(self, staged: StagedWeights, *, evaluate: bool) -> None:
         """Queue the update, then the evaluation of that version if asked for."""
         self._served = asyncio.create_task(_after(self._tail, lambda: self._update(staged)))
         self._tail = self._served
@@ -96,7 +96,7 @@ class PublicationLane:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _update(self, staged: SharedWeights) -> None:
+    async def _update(self, staged: StagedWeights) -> None:
         started = self._now()
         self._doing = f"engines update to version {staged.version}"
         update = Update(weights=staged, deadline_s=self._weights.deadline_s)

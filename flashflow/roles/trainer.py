@@ -18,7 +18,7 @@ import msgspec
 from flashflow.config.sections import CheckpointSection, NetworkSection
 from flashflow.errors import ContractError
 from flashflow.messages import FetchRows, Rows
-from flashflow.records import Manifest, SharedWeights, Trajectory
+from flashflow.records import Manifest, StagedWeights, Trajectory
 from flashflow.trainers.base import Trainer, TrainResult
 from flashflow.trainers.checkpoint import folder_name, newest_complete, prune
 from flashflow.transport.channel import Client
@@ -70,7 +70,7 @@ class TrainerRole:
         self._doing = "waits for the controller"
         return result
 
-    async def stage(self, *, fresh: bool) -> SharedWeights:
+    async def stage(self, *, fresh: bool) -> StagedWeights:
         return await self._compute(self._trainer.stage, fresh=fresh)
 
     async def save(self) -> Path:

@@ -9,7 +9,7 @@ import secrets
 import numpy as np
 
 from flashflow.errors import WeightsError
-from flashflow.records import SharedWeights, TensorSpec
+from flashflow.records import SharedWeights, StagedWeights, TensorSpec
 from flashflow.transport.weights.segment import (
     create_segment,
     map_segment,
@@ -58,8 +58,10 @@ class TinyStage:
         self._segments.clear()
 
 
-def check(weights: SharedWeights) -> None:
+def check(weights: StagedWeights) -> None:
     """Maps and reads a staged copy. Raises WeightsError when it is gone, damaged or of another version."""
+    if not isinstance(weights, SharedWeights):
+        raise WeightsError(f"simulated weights are in shared memory, not in {weights.path}")
     if weights.segment == NOWHERE:
         return
     with map_segment(weights.segment, weights.nbytes) as memory:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from flashflow.records import Manifest, SharedWeights, Trajectory
+from flashflow.records import Manifest, StagedWeights, Trajectory
 
 
 class TrainResult(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Trainer(Protocol):
         otherwise."""
         ...
 
-    def stage(self, *, fresh: bool = False) -> SharedWeights:
+    def stage(self, *, fresh: bool = False) -> StagedWeights:
         """Copy the present weights into a shared-memory segment; two segments take turns.
 
         fresh: into a new one, for an engine may still read the one whose turn it is.

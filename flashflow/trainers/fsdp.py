@@ -19,7 +19,7 @@ from flashflow.algorithms.settings import NO_SHAPING, AdvantageConfig, LossConfi
 from flashflow.algorithms.surrogates import own_loss
 from flashflow.config.sections import CriticSection, FsdpTrainerSection, LoraSection, OptimizerSection
 from flashflow.errors import ConfigError, WeightsError
-from flashflow.records import Float32Array, Manifest, SharedWeights, Trajectory
+from flashflow.records import Float32Array, Manifest, StagedWeights, Trajectory
 from flashflow.trainers import checkpoint, sharding
 from flashflow.trainers.backbone import recompute
 from flashflow.trainers.base import TrainResult
@@ -32,7 +32,7 @@ from flashflow.trainers.passes import Passes
 from flashflow.trainers.share import Hands, Share, deal_rows, whole
 from flashflow.trainers.state import Part, describe_parameters, load_state, save_state
 from flashflow.trainers.update import Updater
-from flashflow.transport.weights.shared_memory import WeightStage
+from flashflow.transport.weights.carrier import make_stage
 
 if TYPE_CHECKING:
     from flashflow.config.sections import Config
@@ -64,11 +64,13 @@ class FsdpTrainer:
         lora: LoraSection | None = None,
         seed: int = 0,
         section: FsdpTrainerSection | None = None,
+        weights_folder: Path | None = None,
     ) -> None:
         """model: a transformers causal LM on its device, taken over and sharded. num_steps: for the decay of the rate.
         dtype: of the computation and of the staged weights; parameters and optimizer are float32 always.
         optimizer_steps, epochs: of a batch. critic: for estimator gae; None is its defaults, as of section. lora:
         trains adapters in place of the weights, which then are in dtype too. seed: of the adapters.
+        weights_folder: where weights are staged as files; None: in shared memory.
 
         Uses the default process group; makes one of a single rank where there is none. Raises ConfigError on a model
         or an algorithm it does not support.
@@ -112,7 +114,7 @@ class FsdpTrainer:
             optimizer_steps=optimizer_steps,
             epochs=epochs,
         )
-        self._weight_stage = WeightStage(run_id) if self._rank == 0 else None
+        self._weight_stage = make_stage(run_id, weights_folder) if self._rank == 0 else None
         self._settings = {
             "algorithm.advantage": advantage.model_dump_json(),
             "algorithm.loss": loss.model_dump_json(),
@@ -147,6 +149,7 @@ class FsdpTrainer:
             lora=config.lora,
             seed=config.run.seed,
             section=config.trainer if isinstance(config.trainer, FsdpTrainerSection) else None,
+            weights_folder=config.run_folder / "weights" if config.weights.carrier == "file" else None,
         )
 
     def rows_of(self, manifest: Manifest) -> Sequence[int]:
@@ -172,13 +175,13 @@ class FsdpTrainer:
         whole_NT = self._learner.logprobs(passes, self._scorer, range(len(rows))).cpu().numpy()
         return [whole_NT[place, : row.num_tokens].copy() for place, row in enumerate(rows)]
 
-    def stage(self, *, fresh: bool = False) -> SharedWeights:
+    def stage(self, *, fresh: bool = False) -> StagedWeights:
         """Names are those of the unsharded model's named_parameters; of tied parameters the first only. Adapters are
         merged, one weight at a time."""
         lora = self._lora
         parameters = dict(self._scorer.model.named_parameters()) if lora is None else lora.published()
         gather = lora.gather if lora is not None else _gather
-        staged: list[SharedWeights | None] = [None]
+        staged: list[StagedWeights | None] = [None]
         if self._weight_stage is not None:
             staged = [self._weight_stage.stage(self.step, parameters, gather=gather, dtype=self._dtype, fresh=fresh)]
         else:

@@ -5,22 +5,30 @@ RPC pickles by nature, so only names of methods and msgpack bytes cross it, a fe
 """
 
 import asyncio
+import socket
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import rpc
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from flashflow.errors import ContractError, DeadlineError, FlashflowError, RemoteError
-from flashflow.records import Manifest, SharedWeights
+from flashflow.records import Manifest, StagedWeights
 from flashflow.trainers.base import TrainResult
 
 CONTROLLER = "controller-0"
 NUM_THREADS = 4
+SCHEME = "flashflow"
+"""Of the URL that leads init_rpc, which takes no store, to the meeting."""
+BACKLOG = 1024
+"""Ranks that may knock at a meeting at once."""
 
 Serve = Callable[[str, bytes], Awaitable[bytes]]
 _served: tuple[asyncio.AbstractEventLoop, Serve] | None = None
@@ -31,12 +39,42 @@ def trainer_name(rank: int) -> str:
     return f"trainer-{rank}"
 
 
-def join(name: str, *, rank: int, world_size: int, store: Path, deadline_s: float) -> None:
+def host_meeting(interface: str, *, deadline_s: float) -> tuple[Store, str]:
+    """A store in which a generation of the gang meets, listening on `interface` only, and its endpoint `host:port`."""
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+    with socket.create_server((interface, 0), family=family, backlog=BACKLOG) as listener:
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            interface,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=deadline_s),
+            master_listen_fd=listener.detach(),  # bound already: no race for the port
+        )
+    return store, f"{interface}:{port}"
+
+
+def enter_meeting(endpoint: str, *, deadline_s: float) -> Store:
+    """Raises DeadlineError when its host cannot be reached."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=deadline_s))
+    except RuntimeError as error:
+        raise DeadlineError(f"the meeting of the gang at {endpoint} cannot be reached: {error}") from error
+
+
+def join(name: str, *, rank: int, world_size: int, meeting: Store, deadline_s: float) -> None:
     """Enter the world of this generation; returns when all members are in. Raises DeadlineError naming the world."""
+
+    def rendezvous(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
+        yield PrefixStore("rpc", meeting), rank, world_size
+
+    register_rendezvous_handler(SCHEME, rendezvous)  # type: ignore[no-untyped-call]
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=NUM_THREADS,
         rpc_timeout=deadline_s,
-        init_method=f"file://{store.resolve()}",
+        init_method=f"{SCHEME}://",
         # Sockets only: the shared-memory transport polls without pause, 44 % of a core for a few calls a second.
         _transports=["uv"],
         _channels=["basic"],
@@ -44,7 +82,7 @@ def join(name: str, *, rank: int, world_size: int, store: Path, deadline_s: floa
     try:
         rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
     except (RuntimeError, ValueError) as error:
-        raise DeadlineError(f"{name} could not enter the RPC world of {world_size} at {store}: {error}") from error
+        raise DeadlineError(f"{name} could not enter the RPC world of {world_size}: {error}") from error
 
 
 def leave() -> None:
@@ -97,9 +135,10 @@ class RpcTrainerLink:
         answer = await self._call("train", msgspec.msgpack.encode(manifest))
         return msgspec.msgpack.decode(answer, type=TrainResult)
 
-    async def stage(self, *, fresh: bool) -> SharedWeights:
+    async def stage(self, *, fresh: bool) -> StagedWeights:
         answer = await self._call("stage", msgspec.msgpack.encode(fresh))
-        return msgspec.msgpack.decode(answer, type=SharedWeights)
+        staged: StagedWeights = msgspec.msgpack.decode(answer, type=StagedWeights)
+        return staged
 
     async def save(self) -> Path:
         return Path((await self._call("save", b"")).decode())
@@ -152,11 +191,11 @@ def _settle(
         answered.set_exception(DeadlineError(f"{name} did not answer over RPC: {error}"))
 
 
-def init_process_group(device: str, *, rank: int, world_size: int, store: Path, deadline_s: float) -> None:
+def init_process_group(device: str, *, rank: int, world_size: int, meeting: Store, deadline_s: float) -> None:
     """The trainer ranks' collectives: NCCL on GPUs, Gloo on CPUs."""
     torch.distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{store.resolve()}",
+        store=PrefixStore("group", meeting),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=deadline_s),

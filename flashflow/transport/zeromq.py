@@ -47,7 +47,7 @@ class ZmqTransport:
         on_connected: Callable[[], None] = lambda: None,
     ) -> None:
         """on_connected: called whenever a server has welcomed a client and none waits for its welcome."""
-        if run_key is None and not is_loopback(network.interface):
+        if run_key is None and not is_loopback(network.address):
             raise ConfigError([f"network.interface: {network.interface} leaves this host, which needs the run's key"])
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.counters: Counter[str] = Counter()
@@ -76,7 +76,7 @@ class ZmqTransport:
         self._server = ZmqServer(
             self._me,
             self._run_id,
-            self._network.interface,
+            self._network.address,
             self._bind,
             handler,
             on_peer_lost,

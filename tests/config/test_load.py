@@ -280,7 +280,7 @@ def test_data_files_must_exist_and_evaluation_needs_its_own(tmp_path):
         (["rollout.concurrency=33", "placement.env=4", "engine.slots=8", "placement.engine=2"], "placement.env 4 is"),
         (["network.interface=8.8.8.8"], "network.interface: 8.8.8.8 is a public address"),
         (["network.interface='2001:4860:4860::8888'"], "is a public address"),
-        (["network.interface=192.0.2.7"], "network.interface: 192.0.2.7 is no address of an interface of this host"),
+        (["network.interface=192.0.2.7"], "network.interface: 192.0.2.7 is no address and no interface of this host"),
         (["network.interface=localhost"], "network.interface: localhost is no address"),
     ],
 )

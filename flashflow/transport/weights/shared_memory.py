@@ -57,7 +57,7 @@ class WeightStage:
         `fresh`: into a new segment; who still reads the old one keeps it, whole, until it lets go.
         `dtype`: floating-point tensors are staged in it; None: each in its own.
         """
-        plan = plan_segment(_describe(name, tensor, dtype) for name, tensor in named_tensors.items())
+        plan = plan_segment(describe(name, tensor, dtype) for name, tensor in named_tensors.items())
         name, memory = self._next_segment(plan.nbytes, fresh=fresh)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         specs = []
@@ -123,7 +123,7 @@ def attach(weights: SharedWeights) -> AttachedWeights:
     return AttachedWeights(weights)
 
 
-def _describe(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorInfo:
+def describe(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorInfo:
     target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     identity = (local.data_ptr(), *tensor.shape, *local.stride()) if local.numel() else id(tensor)
