@@ -46,7 +46,7 @@ class Torchrun:
         *arguments: str,
         slots: int = 1,
         max_restarts: int = 0,
-        endpoint: str | None = None,
+        ipv6: bool = False,
         join_s: int = 60,
         program: list[str] = TORCHRUN,
     ) -> None:
@@ -65,7 +65,8 @@ class Torchrun:
                 f"--max-restarts={max_restarts}",
                 "--rdzv-backend=c10d",
                 "--rdzv-id=test",
-                f"--rdzv-endpoint={endpoint or nodes.names[0]}:{PORT}",
+                f"--rdzv-endpoint={'[fd77::1]' if ipv6 else nodes.names[0]}:{PORT}",
+                *([f"--local-addr=fd77::{number + 1}"] if ipv6 else []),
                 f"--rdzv-conf={rendezvous}",
                 str(MAIN),
                 "--config",
@@ -119,18 +120,18 @@ def nothing_left(nodes):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "slots", "roles", "endpoint"),
+    ("hosts", "slots", "roles", "ipv6"),
     [
-        (1, 1, "trainer=1", None),
-        (1, 3, "engine=2,env=2,reward=2", None),
-        (2, 2, "engine=3,env=2", "[fd77::1]"),
-        (3, 1, "engine=2,env=3", None),
+        (1, 1, "trainer=1", False),
+        (1, 3, "engine=2,env=2,reward=2", False),
+        (2, 2, "engine=3,env=2", True),
+        (3, 1, "engine=2,env=3", False),
     ],
 )
 def test_however_it_is_split_the_run_is_the_reference_loop_bit_for_bit(
-    nodes, tmp_path, reference, hosts, slots, roles, endpoint
+    nodes, tmp_path, reference, hosts, slots, roles, ipv6
 ):
-    run = Torchrun(nodes, make_ring(tmp_path), "--roles", roles, slots=slots, endpoint=endpoint)
+    run = Torchrun(nodes, make_ring(tmp_path), "--roles", roles, slots=slots, ipv6=ipv6)
     assert run.wait() == [0] * hosts, run.output()
     history, weights = reference
     assert [line["loss"] for line in metrics(run.config)] == [step["loss"] for step in history]
