@@ -63,8 +63,8 @@ on_usr1() { # Slurm says that the time is nearly up
   echo "slurm: $(date +%T) time is nearly up: writing a checkpoint, then requeueing"
   end_step
 }
-end_step() { # to the tasks themselves: srun, told to end, would kill them
-  for target in "${targets[@]}"; do scancel --signal=TERM "$target" 2> /dev/null; done
+end_step() { # not by srun, which would kill the tasks; and it must mean nothing to all but flashflow.launch.agent
+  for target in "${targets[@]}"; do scancel --signal=URG "$target" 2> /dev/null; done
 }
 trap on_usr1 USR1
 trap end_step TERM

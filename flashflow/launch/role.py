@@ -328,6 +328,9 @@ def main() -> None:
     imported = time.monotonic()
     spec = msgspec.json.decode(sys.argv[1], type=RoleSpec)
     die_with(spec.supervisor_pid)
+    # Slurm and terminals signal everybody: only the supervisor is to act on it. What this process starts is free to.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if spec.cpus is not None:
