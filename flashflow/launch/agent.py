@@ -49,7 +49,7 @@ def main() -> None:
     except SignalException as error:
         sys.exit(128 + error.sigval)
     except RendezvousError as error:
-        sys.exit(f"flashflow: torchrun's hosts do not meet: {error}")
+        sys.exit(f"flashflow: torchrun's hosts do not meet: {error or type(error).__name__}")
 
 
 def exit_code(codes: list[int]) -> int:
