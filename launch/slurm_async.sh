@@ -77,7 +77,7 @@ for ((group = 0; group < components; group++)); do
   [ "$group" -gt 0 ] && command+=(:)
   [ -n "${SLURM_HET_SIZE:-}" ] && command+=(--het-group="$group")
   # shellcheck disable=SC2206
-  command+=(--nodes="${counts[group]}" --ntasks-per-node=1 --kill-on-bad-exit=1 ${FLASHFLOW_SRUN:-} "${task[@]}")
+  command+=(--nodes="${counts[group]}" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none ${FLASHFLOW_SRUN:-} "${task[@]}")
 done
 srun "${command[@]}" &
 step=$!
