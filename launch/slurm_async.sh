@@ -37,21 +37,14 @@ else
   main=(--module flashflow.launch.slot)
 fi
 
-# The nodes of all components of a heterogeneous job, and how srun and scancel name them.
-if [ -n "${SLURM_HET_SIZE:-}" ]; then
-  nodes=0 targets=()
-  for ((group = 0; group < SLURM_HET_SIZE; group++)); do
-    count="SLURM_JOB_NUM_NODES_HET_GROUP_$group" id="SLURM_JOB_ID_HET_GROUP_$group"
-    nodes=$((nodes + ${!count}))
-    targets+=("${!id}.0")
-  done
-  list=$SLURM_JOB_NODELIST_HET_GROUP_0
-  groups=(--het-group="0-$((SLURM_HET_SIZE - 1))")
-else
-  nodes=$SLURM_JOB_NUM_NODES list=$SLURM_JOB_NODELIST
-  groups=(--nodes="$nodes") targets=("$SLURM_JOB_ID.0")
-fi
-first=$(scontrol show hostnames "$list" | head -n 1)
+# The nodes of all components of a heterogeneous job, and how scancel names their steps.
+components=${SLURM_HET_SIZE:-1} nodes=0 counts=() targets=()
+for ((group = 0; group < components; group++)); do
+  count=SLURM_JOB_NUM_NODES id=SLURM_JOB_ID list=SLURM_JOB_NODELIST
+  [ -n "${SLURM_HET_SIZE:-}" ] && count+=_HET_GROUP_$group id+=_HET_GROUP_$group list=SLURM_JOB_NODELIST_HET_GROUP_0
+  counts+=("${!count}") targets+=("${!id}.0") nodes=$((nodes + ${!count}))
+done
+first=$(scontrol show hostnames "${!list}" | head -n 1)
 address=$(scontrol -o show node "$first" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
 port=${FLASHFLOW_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 
@@ -63,22 +56,30 @@ on_usr1() { # Slurm says that the time is nearly up
   echo "slurm: $(date +%T) time is nearly up: writing a checkpoint, then requeueing"
   end_step
 }
-end_step() { # to the tasks themselves: srun, told to end, would kill them
-  for target in "${targets[@]}"; do scancel --signal=TERM "$target" 2> /dev/null; done
+end_step() { # not by srun, which would kill the tasks; and it must mean nothing to all but flashflow.launch.agent
+  for target in "${targets[@]}"; do scancel --signal=URG "$target" 2> /dev/null; done
 }
 trap on_usr1 USR1
 trap end_step TERM
 
 echo "slurm: $(date +%T) job $SLURM_JOB_ID on $nodes node(s), restart ${SLURM_RESTART_COUNT:-0}, rendezvous $address:$port"
 # Ranks of torchrun do not matter: the plan goes by the names of the hosts. is_host, for c10d would guess by host name.
-# shellcheck disable=SC2016,SC2086
-srun "${groups[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none ${FLASHFLOW_SRUN:-} bash -c '
-  exec "$0" -m flashflow.launch.agent \
-    --rdzv-conf "join_timeout=300,read_timeout=60,is_host=$((SLURM_PROCID == 0))" "$@"
-' "$python" --nnodes="$nodes" --nproc-per-node=1 --max-restarts="${FLASHFLOW_MAX_RESTARTS:-3}" --monitor-interval=0.5 \
-  --shutdown-timeout=150 --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
-  --rdzv-endpoint="$address:$port" "${main[@]}" \
-  --config "$config" "$start" ${FLASHFLOW_OVERRIDES:-} "$@" &
+# shellcheck disable=SC2016,SC2206
+task=(
+  bash -c 'exec "$1" -m flashflow.launch.agent --rdzv-conf \
+    "join_timeout=300,read_timeout=60,is_host=$([ "$SLURMD_NODENAME" = "$0" ] && echo 1 || echo 0)" "${@:2}"' "$first"
+  "$python" --nnodes="$nodes" --nproc-per-node=1 --max-restarts="${FLASHFLOW_MAX_RESTARTS:-3}" --monitor-interval=0.5
+  --shutdown-timeout=150 --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+  --rdzv-endpoint="$address:$port" "${main[@]}" --config "$config" "$start" ${FLASHFLOW_OVERRIDES:-} "$@"
+)
+command=()
+for ((group = 0; group < components; group++)); do
+  [ "$group" -gt 0 ] && command+=(:)
+  [ -n "${SLURM_HET_SIZE:-}" ] && command+=(--het-group="$group")
+  # shellcheck disable=SC2206
+  command+=(--nodes="${counts[group]}" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none ${FLASHFLOW_SRUN:-} "${task[@]}")
+done
+srun "${command[@]}" &
 step=$!
 while :; do # a trapped signal ends wait, not the step
   wait "$step"

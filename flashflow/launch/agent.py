@@ -2,6 +2,9 @@
 
 torchrun itself ends with 1 and a traceback whatever its workers say, and starts them again also when that cannot help.
 Here it ends as soon as a slot has judged so, with the slot's code, which a batch script can act on.
+
+SIGURG ends the run in order, as SIGTERM does. Slurm sends a signal to every process of a step, and that one means
+nothing to any other.
 """
 
 import os
@@ -32,7 +35,11 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    def end_in_order(number: int, frame: FrameType | None) -> None:
+        raise SignalException("told to end", signal.SIGTERM)
+
     os.environ[VARIABLE] = str(os.getpid())
+    signal.signal(signal.SIGURG, end_in_order)
     for code in CODES:
         signal.signal(signal.SIGRTMIN + code, _obey)
     try:
@@ -42,7 +49,7 @@ def main() -> None:
     except SignalException as error:
         sys.exit(128 + error.sigval)
     except RendezvousError as error:
-        sys.exit(f"flashflow: torchrun's hosts do not meet: {error}")
+        sys.exit(f"flashflow: torchrun's hosts do not meet: {error or type(error).__name__}")
 
 
 def exit_code(codes: list[int]) -> int:

@@ -341,6 +341,9 @@ def run(spec: RoleSpec) -> NoReturn:
     imported = time.monotonic()
     die_with(spec.supervisor_pid)
     name_process(spec.name)
+    # Slurm and terminals signal everybody: only the supervisor is to act on it. What this process starts is free to.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if spec.cpus is not None:

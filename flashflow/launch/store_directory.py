@@ -99,7 +99,11 @@ class StoreDirectory:
                     f"torchrun's store has not answered for network.peer_deadline_s = {self._deadline_s:g} s: "
                     f"{self._names[self._slot]} is cut off, or the host of rank 0 is gone"
                 )
-            silent = [name for name, at in zip(self._names, self._beat_at, strict=True) if now - at > self._deadline_s]
+            # As of the thread's last look: when it was late itself, the others were not silent.
+            looked_at = self._answered_at
+            silent = [
+                name for name, at in zip(self._names, self._beat_at, strict=True) if looked_at - at > self._deadline_s
+            ]
             if silent:
                 raise PeerLost(
                     f"{', '.join(silent)} gave no sign of life for network.peer_deadline_s = {self._deadline_s:g} s"

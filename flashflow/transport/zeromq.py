@@ -144,7 +144,7 @@ class ZmqTransport:
             self.failed.set_exception(error)
 
     def _bind(self, endpoint: str) -> PlainSocket:
-        socket = self._socket(zmq.ROUTER)
+        socket = self._socket(zmq.ROUTER, endpoint)
         socket.router_mandatory = True
         socket.router_handover = False
         if self._key is not None:
@@ -153,15 +153,16 @@ class ZmqTransport:
         return socket
 
     def _connect(self, endpoint: str, identity: bytes) -> PlainSocket:
-        socket = self._socket(zmq.DEALER)
+        socket = self._socket(zmq.DEALER, endpoint)
         socket.routing_id = identity
         if self._key is not None:
             self._key.secure_client(socket)
         socket.connect(endpoint)
         return socket
 
-    def _socket(self, kind: int) -> PlainSocket:
+    def _socket(self, kind: int, endpoint: str) -> PlainSocket:
         socket = self._context.socket(kind)
+        socket.ipv6 = "[" in endpoint
         socket.linger = self._linger_ms
         socket.sndhwm = socket.rcvhwm = 0
         return socket

@@ -49,7 +49,8 @@ class ZmqServer:
         self._sessions: dict[str, Session] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._gang_generation = 0
-        sockets = {lane: bind(f"tcp://{interface}:0") for lane in ("data", "control")}
+        host = f"[{interface}]" if ":" in interface else interface
+        sockets = {lane: bind(f"tcp://{host}:0") for lane in ("data", "control")}
         self.address = Address(
             data=_endpoint(sockets["data"]), control=_endpoint(sockets["control"]), incarnation=me.incarnation
         )

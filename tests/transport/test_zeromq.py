@@ -839,6 +839,20 @@ def test_a_caller_without_a_key_is_refused(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_calls_cross_ipv6() -> None:
+    async def scenario() -> None:
+        network = NETWORK.model_copy(update={"interface": "::1"})
+        server = ZmqTransport(BUFFER, "run", Addresses(), network)
+        await server.listen(answering(lambda message: m.Ack()), lambda peer: None)
+        assert server.address.data.startswith("tcp://[::1]:")
+        caller = ZmqTransport(ENV, "run", Addresses({"buffer-0": server.address}), network)
+        assert await caller.client("buffer-0").call(m.Finish(), m.Ack, deadline_s=5) == m.Ack()
+        await caller.close()
+        await server.close()
+
+    run(scenario())
+
+
 def test_leaving_the_host_without_a_key_is_a_config_error() -> None:
     async def scenario() -> None:
         network = NETWORK.model_copy(update={"interface": "192.0.2.1"})
