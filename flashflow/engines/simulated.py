@@ -11,7 +11,6 @@ import asyncio
 import heapq
 from collections import deque
 
-import msgspec
 import numpy as np
 
 from flashflow.clock import Clock
@@ -213,7 +212,7 @@ class SimulatedEngine:
                 slot = heapq.heappop(self._free)
             else:
                 self._queue.append(turn)
-                slot = await self._its_turn(turn, emit)
+                slot = await turn
             return await self._decode(slot, request, emit) if slot is not None else NOTHING
         except asyncio.CancelledError:
             if slot is None and turn.done() and not turn.cancelled():
@@ -223,15 +222,6 @@ class SimulatedEngine:
             del self._turns[name]
             if slot is not None:
                 self._give_back(slot)
-
-    async def _its_turn(self, turn: "asyncio.Future[int | None]", emit: Emit) -> int | None:
-        """The slot; says meanwhile that the request waits, for the caller's deadlines are for work."""
-        since = self._clock.now()
-        while not (await asyncio.wait({turn}, timeout=self._network.long_poll_s))[0]:
-            now = self._clock.now()
-            await self._send(msgspec.structs.replace(NOTHING, finish_reason="", waited_s=now - since), emit)
-            since = now
-        return turn.result()
 
     def _check(self, request: Generate) -> None:
         asker, asked = f"{self._name}: request {request.request}", len(request.prompt_ids) + request.max_new_tokens

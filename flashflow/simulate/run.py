@@ -110,8 +110,7 @@ def _little_garbage() -> Iterator[None]:
 
 
 async def _run(config: Config, records: Records, spans: Recorder, seconds: float | None) -> Outcome:
-    network = _patient(config.network, config.rollout.turn_deadline_s)
-    config = config.model_copy(update={"network": network, "journal": _UNHURRIED})
+    config = config.model_copy(update={"network": _patient(config.network), "journal": _UNHURRIED})
     message_s = config.simulate.message_s
     delay = (lambda sender, receiver, message: message_s) if message_s else None
 
@@ -148,10 +147,9 @@ def _after(seconds: float | None) -> Callable[[Callable[[], None]], None]:
     return arrange
 
 
-def _patient(network: NetworkSection, turn_deadline_s: float) -> NetworkSection:
-    """Nobody is slow or dead here: who waits may wait long without asking again, but for the deadline of a turn, which
-    is told of waits."""
-    long_poll_s = min(max(LONG_POLL_S, network.long_poll_s), turn_deadline_s / 2)
+def _patient(network: NetworkSection) -> NetworkSection:
+    """Nobody is slow or dead here: who waits may wait long without asking again."""
+    long_poll_s = max(LONG_POLL_S, network.long_poll_s)
     return network.model_copy(
         update={"long_poll_s": long_poll_s, "call_deadline_s": max(network.call_deadline_s, 2 * long_poll_s)}
     )

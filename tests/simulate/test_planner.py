@@ -91,12 +91,10 @@ def test_where_training_is_nothing_asynchrony_does_not_pay(tmp_path):
     assert found.best.alpha == 0
 
 
-def test_today_is_simulated_with_the_schedule_of_today(tmp_path):
-    """Scoring takes longer than sampling: a barrier between the two is felt."""
-    slow = {"reward__arguments": {"latency_s": 30.0, "sigma_s": 30.0}, "rollout__alpha": 0, "rollout__group_size": 4}
-    todays = plan(simulated_config(tmp_path, **slow, rollout__schedule="sync_naive"), FOUND, 2).today
-    queued = plan(simulated_config(tmp_path, **slow, rollout__schedule="sync_queue"), FOUND, 2).today
-    assert todays.samples_per_s < queued.samples_per_s
+def test_a_schedule_can_be_kept(tmp_path):
+    config = simulated_config(tmp_path, rollout__alpha=0, rollout__schedule="sync_naive")
+    now = Candidate(1, 1, 0.0, 16, 0.0, 0.0)
+    assert simulated(config, FOUND, now, config.rollout.schedule).rollout.schedule == "sync_naive"
 
 
 def test_a_candidate_keeps_what_is_not_its_own(tmp_path):
