@@ -26,7 +26,7 @@ quickstart: setup
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
-# Whole training runs; SHARD=0/4 runs the first of four parts.
+# Whole training runs; SHARD=0/6 runs the first of six parts.
 slow: setup
 	$(BIN)/python -m pytest -m slow $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 

@@ -27,7 +27,7 @@ def test_every_dtype_and_shape_comes_back_to_the_last_bit_through_the_message(tm
 def test_tied_tensors_are_written_once_under_their_first_name_and_floats_in_the_wanted_dtype(tmp_path):
     shared = torch.randn(3, 4)
     tensors = {"embedding": shared, "head": shared, "count": torch.tensor([7])}
-    attached = attach(FileStage(tmp_path, "run").stage(1, tensors, gather=lambda t: t, dtype=torch.bfloat16))
+    attached = attach(FileStage(tmp_path, "run").stage(1, tensors, gather=lambda name, t: t, dtype=torch.bfloat16))
     assert {name: tensor.dtype for name, tensor in attached.tensors.items()} == {
         "embedding": torch.bfloat16,
         "count": torch.int64,
