@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -51,8 +51,10 @@ class RoleHandle:
     def alive(self) -> bool:
         return self.process is not None and self.process.returncode is None
 
-    async def start(self, spec: RoleSpec, env: Mapping[str, str], nursery: Nursery | None) -> tuple[RoleChild, Link]:
-        """The next incarnation; `spec` lacks the link's descriptor. nursery: forks it, if it can."""
+    async def start(
+        self, spec: RoleSpec, env: Mapping[str, str], nursery: Nursery | None, note: Callable[[str], None]
+    ) -> tuple[RoleChild, Link]:
+        """The next incarnation; `spec` lacks the link's descriptor. nursery: forks it, if it can; note: told if not."""
         self.started, self.failed = False, None
         ours, theirs = socket.socketpair()
         with theirs, self.log.open("ab") as log:
@@ -61,6 +63,8 @@ class RoleHandle:
             forked = None
             if nursery is not None and self.plan.python is None and self.plan.role in FORKED_ROLES:
                 forked = await nursery.fork(spec, env, theirs, log)
+                if forked is None:
+                    note(f"{self.name}: the nursery could not fork it; it starts by itself")
             self.process = forked if forked is not None else await self._spawn(spec, env, log)
         self.link = await Link.over(ours)
         return self.process, self.link

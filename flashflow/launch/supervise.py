@@ -133,7 +133,7 @@ class Supervisor:
         mark = {guard.VARIABLE: self._guard.mark} if self._guard is not None else {}
         self._starting += 1
         try:
-            process, link = await handle.start(self._spec(handle), mark, self._nursery)
+            process, link = await handle.start(self._spec(handle), mark, self._nursery, self._note)
         finally:
             self._starting -= 1
         link.send(AddressBook(places=self._places))

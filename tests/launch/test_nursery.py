@@ -23,6 +23,8 @@ def spec():
         run_id="run",
         config="config.yaml",
         link_fd=-1,
+        interface="127.0.0.1",
+        carrier="shared_memory",
         supervisor_pid=os.getpid(),
         cpus=None,
         resume=False,
